@@ -1,0 +1,1 @@
+"""Thin Ray shells: ingress, router, expert group, controller."""

@@ -1,0 +1,1 @@
+"""What clients speak: request models, OpenAI HTTP, streaming."""

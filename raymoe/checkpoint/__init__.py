@@ -1,0 +1,1 @@
+"""What a Hugging Face folder holds: a router without experts, and slices of experts."""

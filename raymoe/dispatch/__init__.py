@@ -1,0 +1,1 @@
+"""From the gate's choice to rows on lanes, and back."""

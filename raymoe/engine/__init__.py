@@ -1,0 +1,1 @@
+"""Sequences, the scheduler and the step loop of one router."""

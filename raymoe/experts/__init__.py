@@ -1,0 +1,1 @@
+"""What an expert group does: slots, kernels, its serve loop."""

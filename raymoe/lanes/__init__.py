@@ -1,0 +1,1 @@
+"""Tensor channels between one router and one expert group."""

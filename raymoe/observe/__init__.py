@@ -1,0 +1,1 @@
+"""What raymoe reports of itself: log lines, progress bars, metrics."""

@@ -1,0 +1,1 @@
+"""Pure decisions: numbers in, decision out; no torch, no Ray, no clock."""

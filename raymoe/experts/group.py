@@ -1,0 +1,135 @@
+"""An expert group: its slots, and the rows it computes with them. No I/O.
+
+Shape letters: R rows of a request, P its pairs, H hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raymoe.checkpoint.slices import ExpertLoader
+from raymoe.errors import StaleLayoutError
+from raymoe.experts.kernels import Weights, kernel_for
+from raymoe.lanes.base import Request
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One physical expert in place."""
+
+    generation: int
+    expert: int
+    weights: Weights
+    nbytes: int
+
+
+class ExpertGroup:
+    """Slots of all layers. Loading and freeing may run in another thread than `compute`."""
+
+    def __init__(self, loader: ExpertLoader, name: str) -> None:
+        self.name = name
+        self._loader = loader
+        self._kernel = kernel_for(loader.experts_module(0, 1))
+        self._slots: list[dict[int, Slot]] = [{} for _ in loader.model.layers]
+        self._generations: list[dict[int, int]] = [defaultdict(int) for _ in loader.model.layers]
+        self._lock = threading.Lock()
+
+    def load_slice(
+        self, layer: int, experts: Sequence[int], on_bytes: Callable[[int], None] | None = None
+    ) -> list[tuple[int, int]]:
+        """Load experts of one layer into free slots, lowest first; returns (slot, generation) of each.
+
+        Raises:
+            CheckpointError: names the file and tensor.
+        """
+        stacked = self._loader.load(layer, experts, on_bytes)
+        places = []
+        for i, expert in enumerate(experts):
+            # A clone, so that freeing this slot frees its memory whatever was loaded beside it.
+            weights = {name: tensor[i].clone() for name, tensor in stacked.items()}
+            nbytes = sum(tensor.nbytes for tensor in weights.values())
+            with self._lock:
+                slots, generations = self._slots[layer], self._generations[layer]
+                slot = next(n for n in range(len(slots) + 1) if n not in slots)
+                slots[slot] = Slot(generations[slot], expert, weights, nbytes)
+            places.append((slot, slots[slot].generation))
+        return places
+
+    def free(self, layer: int, slot: int) -> None:
+        """Empty a slot. Its next expert gets another generation, so that old layouts are noticed.
+
+        Raises:
+            StaleLayoutError: the slot is empty.
+        """
+        with self._lock:
+            if self._slots[layer].pop(slot, None) is None:
+                raise StaleLayoutError(self.name, f"slot {slot} of MoE layer {layer} is empty")
+            self._generations[layer][slot] += 1
+
+    def check(self, request: Request) -> str | None:
+        """Why a request can't be computed here, or None."""
+        layer, rows, pairs = request.header.layer, request.header.rows, request.header.pairs
+        if layer >= len(self._slots):
+            return f"MoE layer {layer} is unknown"
+        if pairs and not (0 <= int(request.row_P.min()) and int(request.row_P.max()) < rows):
+            return "a pair points outside the request's rows"
+        total = 0
+        for slot, generation, count in request.segments_S3.tolist():
+            held = self._slots[layer].get(slot)
+            if held is None or held.generation != generation:
+                has = "is empty" if held is None else f"holds generation {held.generation}"
+                return f"slot {slot} of MoE layer {layer} {has}, the layout says generation {generation}"
+            if count < 1:
+                return f"a segment of {count} pairs"
+            total += count
+        return None if total == pairs else f"segments hold {total} pairs, the header says {pairs}"
+
+    def compute(self, requests: Sequence[Request]) -> None:
+        """Compute checked requests of one layer, merging what goes to the same slot.
+
+        Each request's pairs are sorted by slot, and their results are written into its `out_PH`.
+        """
+        slots = self._slots[requests[0].header.layer]
+        if len(requests) == 1:
+            (request,) = requests
+            rows_PH, start = _gather(request), 0
+            for slot, _, count in request.segments_S3.tolist():
+                end = start + count
+                self._kernel.run(slots[slot].weights, rows_PH[start:end], request.out_PH[start:end])
+                start = end
+            return
+        parts: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        for request in requests:
+            rows_PH, start = _gather(request), 0
+            for slot, _, count in request.segments_S3.tolist():
+                parts[slot].append((rows_PH[start : start + count], request.out_PH[start : start + count]))
+                start += count
+        for slot, part in parts.items():
+            if len(part) == 1:
+                self._kernel.run(slots[slot].weights, *part[0])
+                continue
+            rows_NH = torch.cat([rows for rows, _ in part])
+            out_NH = torch.empty_like(rows_NH)
+            self._kernel.run(slots[slot].weights, rows_NH, out_NH)
+            for (_, out), done in zip(part, out_NH.split([len(rows) for rows, _ in part]), strict=True):
+                out.copy_(done)
+
+    def stats(self) -> dict[str, Any]:
+        """Slots in use and the bytes they hold."""
+        with self._lock:
+            held = [slot for layer in self._slots for slot in layer.values()]
+        return {"slots": len(held), "bytes": sum(slot.nbytes for slot in held)}
+
+
+def _gather(request: Request) -> Tensor:
+    rows = request.rows_RH
+    if rows.shape[0] == 1:
+        return rows.expand(request.header.pairs, -1)
+    return rows.index_select(0, torch.from_numpy(request.row_P))

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from raymoe.dispatch.table import LanePlan
 from raymoe.lanes.base import Ints
 
+SUM_IN_ORDER = 8
+"""Up to so many terms `torch.sum` over a middle axis adds one by one (a test holds it to that)."""
+
 
 class Cut(NamedTuple):
     """A piece before it is numbered: see `lanes.base.Piece`."""
@@ -62,8 +65,15 @@ def _rows(pair_P: NDArray[np.int64], segments_S3: Ints, top_k: int, tokens: int)
 def combine(out_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Weight each pair's row and sum in slot order 0..K-1; [T, H] in `dtype`. May change `out_TKH`.
 
-    The product is rounded as transformers' own experts do it, so results are the same to the bit.
+    The product is rounded as transformers' own experts do it, so results are the same to the bit; above
+    `SUM_IN_ORDER` they sum in another order, which is theirs to change.
     """
-    if weights_TK.dtype == out_TKH.dtype:
-        return out_TKH.mul_(weights_TK.unsqueeze(-1)).sum(dim=1)
-    return (out_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(dtype)
+    same = weights_TK.dtype == out_TKH.dtype
+    weighted_TKH = out_TKH.mul_(weights_TK.unsqueeze(-1)) if same else out_TKH * weights_TK.unsqueeze(-1)
+    if weighted_TKH.shape[1] <= SUM_IN_ORDER:
+        return weighted_TKH.sum(dim=1).to(dtype)
+    first, *rest = weighted_TKH.unbind(dim=1)
+    sum_TH = first.clone()
+    for row_TH in rest:
+        sum_TH += row_TH
+    return sum_TH.to(dtype)

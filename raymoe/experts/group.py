@@ -78,7 +78,7 @@ class ExpertGroup:
         layer, rows, pairs = request.header.layer, request.header.rows, request.header.pairs
         if layer >= len(self._slots):
             return f"MoE layer {layer} is unknown"
-        if pairs and not (0 <= int(request.row_P.min()) and int(request.row_P.max()) < rows):
+        if pairs and (int(request.row_P.min()) < 0 or int(request.row_P.max()) >= rows):
             return "a pair points outside the request's rows"
         total = 0
         for slot, generation, count in request.segments_S3.tolist():

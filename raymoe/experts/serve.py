@@ -73,7 +73,8 @@ class GroupServer:
         if self._thread.is_alive():
             self._wake.send(b"\0")
             self._thread.join(timeout=30)
-        self._listener.close()
+        for end in (self._listener, self._wake, self._woken):
+            end.close()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start; `busy_ns` is the time spent computing."""
@@ -161,7 +162,7 @@ class GroupServer:
         caller.lane.close()
 
     def _serve_one_layer(self) -> None:
-        """Take the longest waiting request's layer, and from each lane its first request if it is for that layer.
+        """Serve the first waiting request's layer, with every lane's first request if it is for that layer.
 
         One per lane: two pieces of one router are cut at fixed rows, and merging them would change bits.
         """
@@ -178,7 +179,7 @@ class GroupServer:
         stats["requests"] += len(requests)
         stats["merged"] += len(requests) > 1
         stats["busy_ns"] += busy_ns
-        for fd, caller in batch:
+        for _, caller in batch:
             request = caller.waiting.popleft()
             stats["rows"] += request.header.rows
             stats["pairs"] += request.header.pairs

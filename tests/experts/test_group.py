@@ -1,0 +1,87 @@
+import numpy as np
+import pytest
+import torch
+
+from raymoe.errors import NotMoeError, StaleLayoutError
+from raymoe.experts.group import ExpertGroup
+from raymoe.experts.kernels import kernel_for
+from raymoe.lanes.base import Request
+from raymoe.lanes.header import Header, Kind
+from tests.doubles import HIDDEN, MemoryLoader, experts_module
+
+
+def request(rows_RH, row_P, segments, layer=0):
+    pairs = len(row_P)
+    header = Header(Kind.ROWS, 0, 0, layer, 0, len(rows_RH), pairs, len(segments), 0, 0, 0)
+    return Request(
+        header, rows_RH, np.int32(row_P), np.int32(segments).reshape(-1, 3), torch.empty(pairs, HIDDEN)
+    )
+
+
+def alone(module, expert, rows):
+    """The library's own module on one expert, unweighted."""
+    ids = torch.full((len(rows), 1), expert)
+    return module(rows, ids, torch.ones(len(rows), 1, dtype=rows.dtype))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 65])
+def test_a_slot_computes_what_the_architectures_own_module_computes(kind, rows):
+    loader = MemoryLoader(kind=kind)
+    group = ExpertGroup(loader, "g0")
+    assert group.load_slice(0, [2, 5]) == [(0, 0), (1, 0)]
+    rows_RH = torch.randn(rows, HIDDEN)
+    asked = request(rows_RH, list(range(rows)) * 2, [(0, 0, rows), (1, 0, rows)])
+    assert group.check(asked) is None
+    group.compute([asked])
+    assert torch.equal(asked.out_PH[:rows], alone(loader.modules[0], 2, rows_RH))
+    assert torch.equal(asked.out_PH[rows:], alone(loader.modules[0], 5, rows_RH))
+
+
+def test_requests_of_several_routers_are_merged_and_told_apart():
+    loader = MemoryLoader()
+    group = ExpertGroup(loader, "g0")
+    group.load_slice(1, [0, 1, 2])
+    first = request(torch.randn(3, HIDDEN), [0, 1, 2, 0], [(0, 0, 2), (2, 0, 2)], layer=1)
+    second = request(torch.randn(2, HIDDEN), [1, 0, 1], [(1, 0, 1), (2, 0, 2)], layer=1)
+    group.compute([first, second])
+    module = loader.modules[1]
+    for asked, parts in ((first, [(0, [0, 1]), (2, [2, 0])]), (second, [(1, [1]), (2, [0, 1])])):
+        expected = torch.cat([alone(module, expert, asked.rows_RH[rows]) for expert, rows in parts])
+        torch.testing.assert_close(asked.out_PH, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_slot_is_freed_and_used_again_under_a_new_generation():
+    group = ExpertGroup(MemoryLoader(), "g0")
+    group.load_slice(0, [0, 1, 2])
+    held = group.stats()
+    group.free(0, 1)
+    assert group.stats()["slots"] == held["slots"] - 1 and group.stats()["bytes"] < held["bytes"]
+    assert group.load_slice(0, [7, 6]) == [(1, 1), (3, 0)]
+    with pytest.raises(StaleLayoutError, match="slot 9 of MoE layer 0 is empty"):
+        group.free(0, 9)
+
+
+@pytest.mark.parametrize(
+    ("row_P", "segments", "layer", "text"),
+    [
+        ([0, 1], [(0, 0, 2)], 5, "layer 5 is unknown"),
+        ([0, 2], [(0, 0, 2)], 0, "outside the request's rows"),
+        ([0, -1], [(0, 0, 2)], 0, "outside the request's rows"),
+        ([0, 1], [(1, 0, 2)], 0, "slot 1 of MoE layer 0 is empty"),
+        ([0, 1], [(0, 3, 2)], 0, "holds generation 0, the layout says generation 3"),
+        ([0, 1], [(0, 0, 1)], 0, "segments hold 1 pairs, the header says 2"),
+        ([0, 1], [(0, 0, -2), (0, 0, 4)], 0, "segment of -2 pairs"),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_with_the_reason(row_P, segments, layer, text):
+    group = ExpertGroup(MemoryLoader(), "g0")
+    group.load_slice(0, [4])
+    assert text in group.check(request(torch.zeros(2, HIDDEN), row_P, segments, layer))
+
+
+def test_experts_that_need_more_than_a_slot_are_refused_openly():
+    module = experts_module()
+    module.has_post_expert_norm = True
+    with pytest.raises(NotMoeError, match="normalises after each expert"):
+        kernel_for(module)

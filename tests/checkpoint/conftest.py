@@ -1,0 +1,3 @@
+from tests.embedded_fixture import embedded_folder
+
+__all__ = ["embedded_folder"]

@@ -1,1 +1,1 @@
-"""What clients speak: request models, OpenAI HTTP, streaming."""
+"""What clients reach: OpenAI's HTTP interface in front of any `Backend`. No Ray in here."""

@@ -1,0 +1,117 @@
+"""The bodies of /v1/completions and /v1/chat/completions, validated field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
+
+from raymoe.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, parse_fields
+from raymoe.api.messages import Message
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+
+Prompt = str | list[int]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """`include_usage` asks for a last chunk with the token counts."""
+
+    include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class SamplingBody(_Body):
+    """What both endpoints share. The defaults are OpenAI's; `top_k` (0: no limit) is an extension."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: list[str] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1, le=128)
+    user: str | None = None
+    """A label of the client's own; it changes nothing."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, value: Any) -> list[str]:
+        stops = [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise ValueError(f"must be a string or a list of at most {MAX_STOPS} strings")
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings are accepted, got {len(stops)}")
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string can't be empty")
+        if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+            raise ValueError(f"a stop string has at most {MAX_STOP_CHARS} characters")
+        return stops
+
+    @field_validator("stream_options")
+    @classmethod
+    def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if not info.data.get("stream"):
+            raise ValueError("only accepted with stream: true")
+        return value
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list):
+        if not value:
+            raise ValueError("the prompt is empty")
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if _are_ids(value):
+            return [value]
+        if all(isinstance(item, list) and _are_ids(item) for item in value):
+            return list(value)
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+class CompletionRequest(SamplingBody):
+    """POST /v1/completions. `prompt` is kept as a list of texts or token id lists."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> CompletionRequest:
+        """Validate a body; raises RequestError with the field's path."""
+        return parse_fields(cls, body, COMPLETION_NEUTRAL)
+
+
+class ChatRequest(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> ChatRequest:
+        """Validate a body; raises RequestError with the field's path."""
+        return parse_fields(cls, body, CHAT_NEUTRAL)
+
+    @property
+    def token_limit(self) -> int | None:
+        """The newer field wins over the deprecated one."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

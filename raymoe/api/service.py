@@ -1,0 +1,254 @@
+"""The service behind every protocol: validates a request whole, then hands its sequences to the backend."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from raymoe.api.backend import Backend
+from raymoe.api.generation import Choice, Generation
+from raymoe.api.requests import ChatRequest, CompletionRequest, Prompt, SamplingBody
+from raymoe.api.tokens import TokenMaker
+from raymoe.config import Settings
+from raymoe.engine.messages import GenerateRequest, SamplingParams
+from raymoe.errors import (
+    CheckpointError,
+    ContextLengthError,
+    ModelNotFoundError,
+    NotReadyError,
+    RaymoeError,
+    RequestError,
+    VocabularyError,
+)
+from raymoe.observe.metrics import ApiMetrics
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT_IDS = 6
+"""Prompt tokens that a completion's text is decoded behind: spaces and bytes look to their left."""
+_COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for /v1/completions."""
+_READINESS_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for. `choices` counts prompts times `n`."""
+
+    choices: int = 128
+    body_bytes: int = 8 << 20
+    request_timeout_s: float = 600.0
+
+
+class Service:
+    """Tokenizer, model facts and backend. Whatever is wrong with a request is refused before the backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        model_name: str,
+        max_context: int,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        kv_tokens: int | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """
+        Args:
+            max_context: tokens of prompt and completion together.
+            eos_ids: end a sequence, and are not part of its text.
+            kv_tokens: tokens that fit the KV cache of one router, if that is known.
+        """
+        self._backend, self._tokens = backend, TokenMaker(tokenizer)
+        self.model_name, self._created = model_name, int(time.time())
+        self._max_context, self._vocab_size, self._kv_tokens = max_context, vocab_size, kv_tokens
+        self._eos_ids = tuple(sorted(set(eos_ids)))
+        self.limits = limits or Limits()
+        self.metrics = ApiMetrics(model_name)
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | os.PathLike[str], backend: Backend, settings: Settings, kv_tokens: int | None = None
+    ) -> Service:
+        """Read tokenizer, chat template and model facts from a Hugging Face folder.
+
+        Raises:
+            CheckpointError: the folder lacks a config, a usable tokenizer or a context length.
+        """
+        try:
+            config = AutoConfig.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{os.fspath(path)}: {error}") from error
+        text = config.get_text_config(decoder=True)
+        max_context = settings.model.max_context or getattr(text, "max_position_embeddings", None)
+        if max_context is None:
+            raise CheckpointError(
+                f"{os.fspath(path)}: config.json names no max_position_embeddings; set model.max_context"
+            )
+        return cls(
+            backend,
+            tokenizer,
+            model_name=settings.model.name or os.path.basename(os.path.abspath(path)),
+            max_context=max_context,
+            vocab_size=text.vocab_size,
+            eos_ids=_eos_ids(path, text.eos_token_id, tokenizer.eos_token_id),
+            kv_tokens=kv_tokens,
+            limits=Limits(
+                body_bytes=settings.server.max_body_bytes,
+                request_timeout_s=settings.server.request_timeout_s,
+            ),
+        )
+
+    async def complete(self, request: CompletionRequest) -> Generation:
+        """Accept a completion request: `n` choices for each prompt, in order of the prompts.
+
+        Raises:
+            RequestError: names the field; ModelNotFoundError, ContextLengthError, VocabularyError likewise.
+        """
+        self.check_model(request.model)
+        self._check_choices(request, len(request.prompt))
+        prompts, budgets = [], []
+        for prompt in request.prompt:
+            ids = await self._prompt_ids(prompt)
+            budgets.append(self._budget(len(ids), request.max_tokens, _COMPLETION_TOKENS, "prompt"))
+            prompts.append(ids)
+        return self._generation(request, prompts, budgets, continues=True)
+
+    async def chat(self, request: ChatRequest) -> Generation:
+        """Accept a chat request; raises as `complete` does."""
+        self.check_model(request.model)
+        self._check_choices(request, 1)
+        ids = await self._tokens.encode_chat(request.messages)
+        if not ids:
+            raise RequestError("the messages render to an empty prompt", "messages")
+        budget = self._budget(len(ids), request.token_limit, None, "messages")
+        return self._generation(request, [ids], [budget], continues=False)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served; None means the one that is."""
+        self.metrics.asked_for(name)
+        if name is not None and name != self.model_name:
+            raise ModelNotFoundError(f"this model is not served here; served: {self.model_name}", "model")
+
+    def model_card(self) -> dict[str, str | int]:
+        """The served model as OpenAI describes one."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "raymoe",
+        }
+
+    async def check_ready(self) -> None:
+        """Raise NotReadyError with the reason unless requests can be answered."""
+        try:
+            async with asyncio.timeout(_READINESS_TIMEOUT_S):
+                reason = await self._backend.readiness()
+        except TimeoutError:
+            reason = f"the readiness check did not answer within {_READINESS_TIMEOUT_S:g} s"
+        except RaymoeError as error:
+            logger.warning("the readiness check failed", exc_info=error)
+            reason = "the readiness check failed"
+        if reason is not None:
+            raise NotReadyError(reason)
+
+    async def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            prompt = await self._tokens.encode(prompt)
+        elif any(not 0 <= token_id < self._vocab_size for token_id in prompt):
+            raise VocabularyError(
+                f"a token id is outside the vocabulary: ids go from 0 to {self._vocab_size - 1}", "prompt"
+            )
+        if not prompt:
+            raise RequestError("the prompt is empty", "prompt")
+        return prompt
+
+    def _check_choices(self, request: SamplingBody, prompts: int) -> None:
+        if prompts * request.n > self.limits.choices:
+            raise RequestError(
+                f"{prompts} prompts with n {request.n} are {prompts * request.n} choices;"
+                f" at most {self.limits.choices} are accepted",
+                "n" if request.n > 1 else "prompt",
+            )
+
+    def _budget(self, prompt: int, wanted: int | None, default: int | None, field: str) -> int:
+        limit, what = self._max_context, "the model's context"
+        if self._kv_tokens is not None and self._kv_tokens < limit:
+            limit, what = self._kv_tokens, "the server's KV cache"
+        room = limit - prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {prompt} tokens, which leaves no room in {what} of {limit} tokens", field
+            )
+        if wanted is None:
+            return room if default is None else min(room, default)
+        if wanted > room:
+            raise ContextLengthError(
+                f"{prompt} prompt tokens and {wanted} to generate are more than {what} of {limit} tokens",
+                field,
+            )
+        return wanted
+
+    def _generation(
+        self, request: SamplingBody, prompts: list[list[int]], budgets: list[int], *, continues: bool
+    ) -> Generation:
+        choices: list[Choice] = []
+        # Internal ids are our own: two clients may well send the same X-Request-Id.
+        request_id = uuid.uuid4().hex
+        for ids, budget in zip(prompts, budgets, strict=True):
+            for copy in range(request.n):
+                sampling = SamplingParams(
+                    temperature=request.temperature,
+                    top_p=request.top_p,
+                    top_k=min(request.top_k, self._vocab_size),
+                    seed=_seed(request.seed, copy),
+                )
+                sequence = GenerateRequest(
+                    request_id=f"{request_id}-{len(choices)}",
+                    prompt_ids=tuple(ids),
+                    max_tokens=budget,
+                    sampling=sampling,
+                    stop_token_ids=self._eos_ids,
+                    deadline_s=self.limits.request_timeout_s,
+                )
+                choices.append(Choice(sequence, tuple(ids[-_CONTEXT_IDS:]) if continues else ()))
+        return Generation(
+            self._backend, self._tokens.decoder, choices, request.stop, sum(map(len, prompts)), self.metrics
+        )
+
+
+def _seed(given: int | None, copy: int) -> int:
+    """A seed in [0, 2**63). Without a given one each choice gets its own at random.
+
+    With one, it depends on the copy alone, so a prompt's text is the same whatever prompts are sent with it.
+    """
+    if given is None:
+        return secrets.randbits(63)
+    if copy == 0:
+        return given % 2**63
+    return int.from_bytes(hashlib.blake2b(f"{given}:{copy}".encode(), digest_size=8).digest()) >> 1
+
+
+def _eos_ids(path: str | os.PathLike[str], of_config: object, of_tokenizer: object) -> list[int]:
+    """As `generate()` chooses them: generation_config.json, else config.json, else the tokenizer's."""
+    generation: object = None
+    if os.path.isfile(os.path.join(path, "generation_config.json")):
+        generation = GenerationConfig.from_pretrained(path).eos_token_id
+    for ids in (generation, of_config, of_tokenizer):
+        if isinstance(ids, int):
+            return [ids]
+        if isinstance(ids, list | tuple) and ids:
+            return [int(token_id) for token_id in ids]
+    return []

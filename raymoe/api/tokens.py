@@ -1,0 +1,83 @@
+"""From texts and chat messages to token ids, by the checkpoint's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from raymoe.api.messages import Message
+from raymoe.api.text import Decoder
+from raymoe.errors import CheckpointError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_LONG_TEXT = 20_000
+"""Characters from which tokenizing leaves the event loop for a thread."""
+
+
+class TokenMaker:
+    """Tokenizer and chat template of one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """
+        Raises:
+            CheckpointError: the tokenizer has no `tokenizers` backend, which incremental decoding needs.
+        """
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise CheckpointError(f"tokenizer {type(tokenizer).__name__} has no tokenizer.json form")
+        # A tokenizer.json may ask for truncation, which would cut prompts in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = self._find_template()
+        if self._template is None:
+            logger.warning("this model has no chat template: /v1/chat/completions is refused")
+
+    @property
+    def decoder(self) -> Decoder:
+        """What `TextDecoder` decodes with."""
+        return self._backend
+
+    async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `special_tokens` adds what the tokenizer puts around a prompt, such as BOS."""
+        if len(text) < _LONG_TEXT:
+            return self._encode(text, special_tokens)
+        return await asyncio.to_thread(self._encode, text, special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Render the chat template with an opened assistant turn, and tokenize that.
+
+        Raises:
+            RequestError: there is no template, or the template refuses the messages (with its own text).
+        """
+        if self._template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", "messages")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [message.to_template() for message in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the model's chat template refuses: {str(error)[:500]}", "messages") from None
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            logger.warning("the chat template failed on a request", exc_info=error)
+            raise RequestError("the model's chat template can't render these messages", "messages") from None
+        # The template writes its own special tokens.
+        return await self.encode(text, special_tokens=False)
+
+    def _encode(self, text: str, special_tokens: bool) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=special_tokens).ids)
+
+    def _find_template(self) -> str | None:
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError:
+            return None

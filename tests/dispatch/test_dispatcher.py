@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,12 +205,18 @@ def test_a_group_in_another_process_that_is_killed_is_noticed_at_once(group_proc
     dispatcher.close()
 
 
+def threads_of(pid):
+    return Path(f"/proc/{pid}/task").glob("*/stat")
+
+
 def test_a_group_that_hangs_is_given_up_after_its_silence(group_process):
     process, address = group_process
     dispatcher = Dispatcher(shm_to(None), silence_s=1)
     dispatcher.set_layout(layout_of(address))
     hidden, ids, weights = routed(6)
     os.kill(process.pid, signal.SIGSTOP)
+    while any(stat.read_text().rpartition(") ")[2][0] != "T" for stat in threads_of(process.pid)):
+        pass  # a stop reaches a process's threads one by one
     try:
         with pytest.raises(ExpertUnavailableError, match="g0"):
             dispatcher.run(0, hidden, ids, weights)

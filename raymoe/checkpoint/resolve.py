@@ -21,12 +21,12 @@ def resolve(path_or_id: str) -> Path:
         CheckpointError: neither a folder nor an id that can be had, in one sentence.
     """
     path = Path(path_or_id).expanduser()
-    if path.is_dir():
+    if path_or_id and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise CheckpointError(f"{path} is a file; a model is a folder with config.json and *.safetensors")
     if path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1:
-        raise CheckpointError(f"there is no folder {path}")
+        raise CheckpointError(f"there is no folder {path_or_id!r}")
     try:
         cached = Path(snapshot_download(path_or_id, allow_patterns=_PATTERNS, local_files_only=True))
         if has_all_files(cached):

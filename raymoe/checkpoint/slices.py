@@ -77,8 +77,8 @@ class ExpertLoader:
 
     def bytes_of(self, layer: int, experts: Sequence[int]) -> int:
         """How many bytes `load` reads from disk for these experts."""
-        lazy = self._sources[layer].lazy(self._ascending(layer, experts))
-        return sum(tensor.nbytes for tensor in lazy.values())
+        ascending = self._ascending(layer, experts)
+        return sum(tensor.nbytes for tensor in self._sources[layer].lazy(ascending).values())
 
     def _ascending(self, layer: int, experts: Sequence[int]) -> list[int]:
         count = self.model.layers[self._checked(layer)].experts

@@ -1,0 +1,23 @@
+"""Fixtures for all tests: tiny checkpoints, written once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_folder("olmoe")` is a shared tiny checkpoint of that type: read it, don't change it."""
+    written: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in written:
+            written[model_type] = tiny_checkpoint(model_type, tmp_path_factory.mktemp(model_type))
+        return written[model_type]
+
+    return folder

@@ -1,0 +1,151 @@
+"""Every field of OpenAI's schema is either implemented, or refused unless its value changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+
+from raymoe.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from raymoe.api.requests import ChatRequest, CompletionRequest
+from raymoe.errors import RequestError
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+COMPLETION: dict[str, Any] = {"prompt": "x"}
+
+
+def schema_fields(params: Any) -> set[str]:
+    fields: set[str] = set()
+    for name in ("Base", "Streaming", "NonStreaming"):
+        fields |= set(getattr(params, f"CompletionCreateParams{name}").__annotations__)
+    return fields
+
+
+ENDPOINTS = [
+    pytest.param(ChatRequest, CHAT, CHAT_NEUTRAL, schema_fields(chat_params), id="chat"),
+    pytest.param(
+        CompletionRequest, COMPLETION, COMPLETION_NEUTRAL, schema_fields(completion_params), id="completions"
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "body", "neutral", "fields"), ENDPOINTS)
+def test_every_field_of_the_schema_is_known_and_in_one_place(
+    model: Any, body: Any, neutral: Any, fields: set[str]
+) -> None:
+    assert fields - set(model.model_fields) - set(neutral) == set()
+    assert set(model.model_fields) & set(neutral) == set()
+    assert set(neutral) <= fields
+
+
+@pytest.mark.parametrize(("model", "body", "neutral", "fields"), ENDPOINTS)
+def test_null_counts_as_absent_for_every_field(model: Any, body: Any, neutral: Any, fields: set[str]) -> None:
+    for field in fields - set(body):
+        assert model.parse({**body, field: None}) == model.parse(body)
+
+
+@pytest.mark.parametrize(("model", "body", "neutral", "fields"), ENDPOINTS)
+def test_neutral_values_pass_and_all_others_are_refused_by_name(
+    model: Any, body: Any, neutral: Any, fields: set[str]
+) -> None:
+    for field, accepted in neutral.items():
+        for value in accepted:
+            assert model.parse({**body, field: value}) == model.parse(body)
+        for value in (1.5, 7, "secret-value", ["secret-value"], {"secret-value": 1}):
+            with pytest.raises(RequestError) as caught:
+                model.parse({**body, field: value})
+            assert caught.value.param == field
+            assert "not supported" in str(caught.value) and "secret-value" not in str(caught.value)
+
+
+def test_numbers_and_booleans_are_not_taken_for_each_other() -> None:
+    for field, value in (("frequency_penalty", False), ("best_of", True), ("echo", 0), ("logprobs", 0)):
+        with pytest.raises(RequestError) as caught:
+            CompletionRequest.parse({**COMPLETION, field: value})
+        assert caught.value.param == field
+
+
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest])
+def test_an_unknown_field_is_refused(model: Any) -> None:
+    with pytest.raises(RequestError, match="unknown field") as caught:
+        model.parse({**CHAT, **COMPLETION, "temprature": 1})
+    assert caught.value.param in {"temprature", "prompt", "messages"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", "5"),
+        ("max_tokens", 1e9),
+        ("max_tokens", True),
+        ("seed", 2**63),
+        ("seed", "1"),
+        ("n", 0),
+        ("n", 129),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", ["a"] * 5),
+        ("stop", [1]),
+        ("stop", 1),
+        ("stop", "x" * 2000),
+        ("stream", 1),
+        ("stream", "true"),
+        ("user", 5),
+        ("model", 5),
+        ("stream_options", {}),
+        ("stream_options", {"include_usage": True}),
+        ("prompt", 5),
+        ("prompt", {}),
+        ("prompt", []),
+        ("prompt", [1, "a"]),
+        ("prompt", [1.0]),
+        ("prompt", [True]),
+        ("prompt", [[1], 2]),
+    ],
+)
+def test_a_malformed_value_is_refused_with_the_name_of_its_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        CompletionRequest.parse({**COMPLETION, field: value})
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize("options", [{"include_usage": 1}, {"include_obfuscation": True}, {"other": 1}])
+def test_stream_options_are_checked_field_by_field(options: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        CompletionRequest.parse({**COMPLETION, "stream": True, "stream_options": options})
+    assert caught.value.param == f"stream_options.{next(iter(options))}"
+
+
+def test_good_values_arrive_as_they_were_sent() -> None:
+    request = CompletionRequest.parse(
+        {
+            "prompt": [[1, 2], [3]],
+            "temperature": 0,
+            "top_p": 1e-4,
+            "top_k": 3,
+            "seed": -5,
+            "stop": "x",
+            "n": 2,
+        }
+    )
+    assert request.prompt == [[1, 2], [3]]
+    assert (request.temperature, request.top_p, request.top_k) == (0.0, 1e-4, 3)
+    assert (request.seed, request.stop, request.n) == (-5, ["x"], 2)
+
+
+def test_the_newer_token_limit_wins() -> None:
+    assert ChatRequest.parse({**CHAT, "max_tokens": 32, "max_completion_tokens": 1}).token_limit == 1
+    assert ChatRequest.parse({**CHAT, "max_tokens": 32}).token_limit == 32
+    assert ChatRequest.parse(CHAT).token_limit is None

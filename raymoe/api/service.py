@@ -12,12 +12,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from raymoe.api.backend import Backend
 from raymoe.api.generation import Choice, Generation
 from raymoe.api.requests import ChatRequest, CompletionRequest, Prompt, SamplingBody
-from raymoe.api.tokens import TokenMaker
+from raymoe.api.tokens import TokenMaker, find_eos_ids
 from raymoe.config import Settings
 from raymoe.engine.messages import GenerateRequest, SamplingParams
 from raymoe.errors import (
@@ -103,7 +103,7 @@ class Service:
             model_name=settings.model.name or os.path.basename(os.path.abspath(path)),
             max_context=max_context,
             vocab_size=text.vocab_size,
-            eos_ids=_eos_ids(path, text.eos_token_id, tokenizer.eos_token_id),
+            eos_ids=find_eos_ids(path, text.eos_token_id, tokenizer.eos_token_id),
             kv_tokens=kv_tokens,
             limits=Limits(
                 body_bytes=settings.server.max_body_bytes,
@@ -239,16 +239,3 @@ def _seed(given: int | None, copy: int) -> int:
     if copy == 0:
         return given % 2**63
     return int.from_bytes(hashlib.blake2b(f"{given}:{copy}".encode(), digest_size=8).digest()) >> 1
-
-
-def _eos_ids(path: str | os.PathLike[str], of_config: object, of_tokenizer: object) -> list[int]:
-    """As `generate()` chooses them: generation_config.json, else config.json, else the tokenizer's."""
-    generation: object = None
-    if os.path.isfile(os.path.join(path, "generation_config.json")):
-        generation = GenerationConfig.from_pretrained(path).eos_token_id
-    for ids in (generation, of_config, of_tokenizer):
-        if isinstance(ids, int):
-            return [ids]
-        if isinstance(ids, list | tuple) and ids:
-            return [int(token_id) for token_id in ids]
-    return []

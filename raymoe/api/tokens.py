@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from raymoe.api.messages import Message
 from raymoe.api.text import Decoder
@@ -81,3 +82,16 @@ class TokenMaker:
             return str(self._tokenizer.get_chat_template())
         except ValueError:
             return None
+
+
+def find_eos_ids(path: str | os.PathLike[str], of_config: object, of_tokenizer: object) -> list[int]:
+    """As `generate()` chooses them: generation_config.json, else config.json, else the tokenizer's."""
+    generation: object = None
+    if os.path.isfile(os.path.join(path, "generation_config.json")):
+        generation = GenerationConfig.from_pretrained(path).eos_token_id
+    for ids in (generation, of_config, of_tokenizer):
+        if isinstance(ids, int):
+            return [ids]
+        if isinstance(ids, list | tuple) and ids:
+            return [int(token_id) for token_id in ids]
+    return []

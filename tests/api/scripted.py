@@ -55,7 +55,7 @@ class ScriptedBackend:
 
     def __init__(
         self,
-        says: str | bytes | Callable[[GenerateRequest], bytes] = "hello",
+        says: str | bytes | Callable[[GenerateRequest], Sequence[int]] = "hello",
         *,
         sizes: Sequence[int] = (1,),
         fail_at: int | None = None,

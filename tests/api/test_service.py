@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, Qwen3MoeConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from raymoe.api.service import Limits, Service
 from raymoe.config import Settings
@@ -26,6 +26,7 @@ from tests.api.scripted import (
     error_of,
     make_service,
 )
+from tests.api.test_text import metaspace_tokenizer
 
 USER = [{"role": "user", "content": "x"}]
 
@@ -93,6 +94,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(length: int, 
 
 def test_a_given_max_tokens_must_fit_and_an_absent_one_is_cut() -> None:
     assert refused(complete, prompt="x" * 60, max_tokens=16)["code"] == "context_length_exceeded"
+    assert refused(complete, prompt="x" * 60, max_tokens=5)["code"] == "context_length_exceeded"
     assert refused(complete, prompt="x", max_tokens=10**9)["code"] == "context_length_exceeded"
     assert sent(complete, prompt="x" * 60)[0].max_tokens == 4
     assert sent(complete, prompt="x" * 60, max_tokens=4)[0].max_tokens == 4
@@ -111,6 +113,21 @@ def test_ids_out_of_the_vocabulary_are_refused(prompt: Any) -> None:
     error = refused(complete, prompt=prompt)
     assert (error["code"], error["param"]) == ("token_out_of_vocabulary", "prompt")
     assert str(VOCAB - 1) in error["message"]
+
+
+def test_a_tokenizer_that_truncates_or_pads_does_not_change_prompts() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=8)
+    assert bytes(sent(complete, tokenizer=tokenizer, prompt="abcdef")[0].prompt_ids) == b"abcdef"
+
+
+def test_a_completion_continues_its_prompt_and_a_chat_starts_its_own_text() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=metaspace_tokenizer())
+    tokenizer.chat_template = "x"
+    service = make_service(ScriptedBackend(lambda _: [257, 258]), tokenizer=tokenizer)
+    assert complete(service, prompt=[256]).json()["choices"][0]["text"] == " world!"
+    assert chat(service, messages=USER).json()["choices"][0]["message"]["content"] == "world!"
 
 
 def test_several_prompts_with_n_are_one_sequence_each() -> None:

@@ -41,6 +41,11 @@ def test_a_chat_stream_opens_with_roles_and_closes_each_choice_once() -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
+def test_a_character_of_several_tokens_is_one_chunk_and_none_is_empty() -> None:
+    chunks = events(complete(make_service(ScriptedBackend("a😀b")), prompt="x", stream=True).text)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "😀", "b", ""]
+
+
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
 def test_usage_is_not_sent_unless_asked_for(options: Any) -> None:
     response = complete(make_service(ScriptedBackend()), prompt="x", stream=True, stream_options=options)

@@ -29,7 +29,7 @@ class Dispatcher:
     def __init__(self, connect: Connect, silence_s: float) -> None:
         self._lanes = LaneSet(connect)
         self._silence_s = silence_s
-        self._epoch = -1
+        self._layout: Layout | None = None
         self._tables: list[LayerTable] = []
         self._queued_G: list[int] = []
         self._step = 0
@@ -39,7 +39,7 @@ class Dispatcher:
     @property
     def epoch(self) -> int:
         """The layout in use, -1 before the first."""
-        return self._epoch
+        return -1 if self._layout is None else self._layout.epoch
 
     def set_layout(self, layout: Layout) -> None:
         """Use `layout` from the next call on; lanes are opened and closed to match."""
@@ -49,7 +49,12 @@ class Dispatcher:
         self._queued_G = [0] * len(numbers)
         if [len(pairs) for pairs in self._pairs_LE] != [table.experts for table in self._tables]:
             self._pairs_LE = [np.zeros(table.experts, np.int64) for table in self._tables]
-        self._epoch = layout.epoch
+        self._layout = layout
+
+    def reconnect(self) -> None:
+        """Open new lanes to the groups that were lost, where they answer. A fenced lane is never used again."""
+        if self._layout is not None and self._lanes.lost:
+            self._lanes.update(self._layout)
 
     def run(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The experts' part of MoE layer `layer`, [T, H] in the dtype of `hidden_TH`.
@@ -73,7 +78,7 @@ class Dispatcher:
             )
         out_PH = hidden_TH.new_empty(tokens * top_k, hidden_TH.shape[1])
         self._step += 1
-        call = Call(self._epoch, self._step, layer, top_k, hidden_TH, out_PH)
+        call = Call(self.epoch, self._step, layer, top_k, hidden_TH, out_PH)
         plans = table.plan(expert_P, frozenset(self._lanes.lost), self._queued_G)
         stats["plan_ns"] += time.monotonic_ns() - started
         waited, number = time.monotonic_ns(), 0
@@ -101,7 +106,7 @@ class Dispatcher:
         lanes = self._lanes
         return {
             **self._stats,
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "lanes": [lane.group for lane in lanes.living.values()],
             "lost": {lanes.names[number]: why for number, why in lanes.lost.items()},
             "pairs": [pairs.tolist() for pairs in self._pairs_LE],

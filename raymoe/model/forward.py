@@ -24,7 +24,10 @@ class PackedModel:
         self._separate = getattr(config, "kv_lora_rank", None) is None
 
     def forward(
-        self, rows: Sequence[tuple[SequenceCache, Sequence[int]]], sampling: Sequence[int], experts: RunExperts
+        self,
+        rows: Sequence[tuple[SequenceCache, Sequence[int]]],
+        sampling: Sequence[int],
+        experts: RunExperts,
     ) -> Tensor:
         """Compute the new tokens of each sequence; logits [len(sampling), V] of the parts in `sampling`.
 

@@ -1,0 +1,182 @@
+"""The replica's side of an engine process, for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from raymoe.engine.messages import GenerateChunk, GenerateRequest
+from raymoe.engine.process import EngineConfig
+from raymoe.engine.wire import Unframer, error_from_wire, event_from_wire, frame, request_to_wire
+from raymoe.errors import EngineError, RaymoeError
+from raymoe.policy.layout import Layout
+
+STOP_TIMEOUT_S = 5.0
+
+
+class EngineClient:
+    """Starts an engine process and speaks with it. Use from one event loop.
+
+    If the process dies, every waiting call raises EngineError and `failure` says so.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process = process
+        self._sock = sock
+        self._requests: dict[str, asyncio.Queue[GenerateChunk | RaymoeError]] = {}
+        self._stats: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._acked = -1
+        self._changed = asyncio.Condition()
+        self._out: asyncio.Queue[bytes] = asyncio.Queue()
+        self.ready: dict[str, Any] | None = None
+        """Facts from the engine once it can serve: kv_tokens, kv_bytes_per_token."""
+        self.failure: RaymoeError | None = None
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+
+    @classmethod
+    async def spawn(cls, config: EngineConfig) -> EngineClient:
+        """Start the process; it loads its model in the background."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "raymoe.engine.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(config.threads),
+            )
+        ours.setblocking(False)
+        client = cls(process, ours)
+        client._send(**config.to_wire())
+        return client
+
+    async def set_layout(self, layout: Layout) -> None:
+        """Have the engine use `layout`; returns once it does."""
+        self._send(kind="layout", layout=layout.to_wire())
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._acked >= layout.epoch or self.failure)
+        self._raise_failure()
+
+    async def wait_ready(self) -> dict[str, Any]:
+        """Wait until the engine serves; returns `ready`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.ready is not None or self.failure)
+        self._raise_failure()
+        return self.ready or {}
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Stream a request's chunks. Closing the iterator cancels the request."""
+        self._raise_failure()
+        key = request.request_id
+        if key in self._requests:
+            raise EngineError(f"request id {key} is in use")
+        queue = self._requests[key] = asyncio.Queue()
+        self._send(kind="submit", request=request_to_wire(request))
+        done = False
+        try:
+            while not done:
+                what = await queue.get()
+                done = isinstance(what, RaymoeError) or what.finish_reason is not None
+                if isinstance(what, RaymoeError):
+                    raise what
+                yield what
+        finally:
+            del self._requests[key]
+            if not done and self.failure is None:
+                self._send(kind="cancel", id=key)
+
+    async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """The engine's counters.
+
+        Raises:
+            TimeoutError: a step takes longer than that, or the engine waits for experts.
+        """
+        self._raise_failure()
+        number = next(self._numbers)
+        future = self._stats[number] = asyncio.get_running_loop().create_future()
+        self._send(kind="stats", number=number)
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        finally:
+            del self._stats[number]
+
+    async def close(self) -> None:
+        """End the process: politely, then by signal. Idempotent."""
+        self._send(kind="stop")
+        waiting = asyncio.get_running_loop().run_in_executor(None, self.process.wait)
+        try:
+            await asyncio.wait_for(asyncio.shield(waiting), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self.process.kill()
+            await waiting
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._sock.close()
+
+    def _send(self, **message: Any) -> None:
+        self._out.put_nowait(frame(message))
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        with suppress(OSError):  # the reader sees the end, and says it
+            while True:
+                await loop.sock_sendall(self._sock, await self._out.get())
+
+    async def _read(self) -> None:
+        loop, unframer = asyncio.get_running_loop(), Unframer()
+        reason: RaymoeError = EngineError("the engine process ended")
+        try:
+            while data := await loop.sock_recv(self._sock, 1 << 20):
+                for message in unframer.feed(data):
+                    await self._on_message(message)
+        except OSError as error:
+            reason = EngineError(f"the engine process is gone: {error}")
+        except RaymoeError as error:
+            reason = error
+        self.failure = reason
+        for queue in self._requests.values():
+            queue.put_nowait(reason)
+        for future in self._stats.values():
+            if not future.done():
+                future.set_exception(reason)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _on_message(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "events":
+            for event in message["events"]:
+                key, what = event_from_wire(event)
+                queue = self._requests.get(key)
+                if queue is not None:  # a cancelled request's last chunks may still arrive
+                    queue.put_nowait(what)
+        elif kind == "stats":
+            future = self._stats.get(message["number"])
+            if future is not None and not future.done():
+                future.set_result(message["stats"])
+        elif kind == "failed":
+            raise error_from_wire(message["error"])
+        else:
+            async with self._changed:
+                if kind == "layout":
+                    self._acked = max(self._acked, message["epoch"])
+                elif kind == "ready":
+                    self.ready = {k: v for k, v in message.items() if k != "kind"}
+                self._changed.notify_all()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Ray sets OMP_NUM_THREADS for its workers by their CPU share; the engine's number comes from settings."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -1,0 +1,211 @@
+"""The step loop of one router: schedule, run, postprocess."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from raymoe.engine.messages import GenerateChunk, GenerateRequest
+from raymoe.engine.scheduler import Chunk, Limits, Scheduler
+from raymoe.engine.sequence import Sequence
+from raymoe.errors import DeadlineError, EngineError, ExpertUnavailableError, RaymoeError, RequestError
+from raymoe.model.cache import SequenceCache
+from raymoe.model.forward import PackedModel
+from raymoe.model.sampler import choose
+from raymoe.policy.layout import Layout
+
+log = logging.getLogger(__name__)
+
+PROBE_TOKENS = (0, 1)
+
+
+class Experts(Protocol):
+    """What computes the experts' part of a step: `dispatch.Dispatcher`, or a double in tests."""
+
+    def run(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """[T, H]; raises ExpertUnavailableError."""
+
+    def set_layout(self, layout: Layout) -> None:
+        """Use this layout from the next call on."""
+
+    def reconnect(self) -> None:
+        """Try to reach what was lost."""
+
+    def stats(self) -> dict[str, Any]:
+        """Counters."""
+
+    def close(self) -> None:
+        """Close all lanes."""
+
+
+class Event(NamedTuple):
+    """Something for the client of one request. A finish reason or an error is the last one."""
+
+    request_id: str
+    what: GenerateChunk | RaymoeError
+
+
+class Engine:
+    """Continuous batching over one packed model. Not thread-safe: `step` and the rest are called in turns."""
+
+    def __init__(
+        self,
+        model: PackedModel,
+        experts: Experts,
+        limits: Limits,
+        *,
+        replace_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model, self._experts, self._clock = model, experts, clock
+        self._replace_timeout_s = replace_timeout_s
+        self._scheduler = Scheduler(limits)
+        self._sequences: dict[str, Sequence] = {}
+        self.blocked: ExpertUnavailableError | None = None
+        """Why the last step had no effect: an expert was missing. Cleared by the next step that has one."""
+        self._stats = {
+            "steps": 0,
+            "blocked_steps": 0,
+            "prompt_tokens": 0,
+            "generated_tokens": 0,
+            "finished": 0,
+        }
+        self._stats |= {"failed": 0, "cancelled": 0, "computed_tokens": 0, "step_ns": 0}
+
+    @property
+    def busy(self) -> bool:
+        """There are sequences to advance."""
+        return bool(self._sequences)
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            OverloadedError, ContextLengthError: as `Scheduler.add`.
+            RequestError: the prompt is empty, no token is asked for, or the id is in use.
+        """
+        if not request.prompt_ids or request.max_tokens < 1:
+            raise RequestError("a sequence needs at least one prompt token and one new token", "prompt")
+        if request.request_id in self._sequences:
+            raise RequestError(f"request id {request.request_id} is in use", "request_id")
+        sequence = Sequence(request, self._clock())
+        self._scheduler.add(sequence)
+        self._sequences[sequence.id] = sequence
+        self._stats["prompt_tokens"] += sequence.prompt_length
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request at once; its id may be unknown, as it may just have ended."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+            self._stats["cancelled"] += 1
+
+    def step(self) -> list[Event]:
+        """Advance what can advance. A step whose experts are unavailable has no effect but `blocked`."""
+        started = self._clock()
+        events = self._expire(started)
+        chunks = self._scheduler.schedule()
+        if not chunks:
+            return events
+        try:
+            logits = self._run(chunks)
+        except ExpertUnavailableError as error:
+            return events + self._on_unavailable(chunks, error)
+        except Exception as error:
+            # A defect must end the requests it hit, and not the engine.
+            log.exception("step failed")
+            failure = error if isinstance(error, RaymoeError) else EngineError(f"step failed: {error}")
+            return events + [self._end(chunk.sequence, failure) for chunk in chunks]
+        self.blocked = None
+        events += self._postprocess(chunks, logits)
+        self._stats["steps"] += 1
+        self._stats["computed_tokens"] += sum(chunk.rows for chunk in chunks)
+        self._stats["step_ns"] += int((self._clock() - started) * 1e9)
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, and what is there now."""
+        scheduler = self._scheduler
+        return {
+            **self._stats,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_tokens": scheduler.kv_tokens,
+            "kv_tokens_limit": scheduler.limits.kv_tokens,
+            "kv_bytes": sum(sequence.cache.nbytes for sequence in scheduler.running),
+            "preemptions": scheduler.preemptions,
+            "blocked": None if self.blocked is None else str(self.blocked),
+            "experts": self._experts.stats(),
+        }
+
+    def _run(self, chunks: list[Chunk]) -> Tensor:
+        rows = []
+        for sequence, count in chunks:
+            start = sequence.cache.length
+            rows.append((sequence.cache, sequence.tokens[start : start + count]))
+        sampling = [number for number, chunk in enumerate(chunks) if chunk.samples]
+        return self._model.forward(rows, sampling, self._experts.run)
+
+    def _postprocess(self, chunks: list[Chunk], logits: Tensor) -> list[Event]:
+        # The caches have advanced: who has nothing pending is who sampled.
+        sampled = [chunk.sequence for chunk in chunks if chunk.sequence.pending == 0]
+        events = []
+        for chunk in chunks:
+            chunk.sequence.waiting_since_s = None
+        for sequence, token in zip(
+            sampled, choose(logits, [sequence.choice for sequence in sampled]), strict=True
+        ):
+            if isinstance(token, RaymoeError):
+                events.append(self._end(sequence, token))
+                continue
+            self._stats["generated_tokens"] += 1
+            if token in sequence.request.stop_token_ids:
+                events.append(self._end(sequence, GenerateChunk((), "stop")))
+                continue
+            sequence.tokens.append(token)
+            if sequence.generated >= sequence.request.max_tokens:
+                events.append(self._end(sequence, GenerateChunk((token,), "length")))
+            else:
+                events.append(Event(sequence.id, GenerateChunk((token,))))
+        return events
+
+    def _end(self, sequence: Sequence, what: GenerateChunk | RaymoeError) -> Event:
+        del self._sequences[sequence.id]
+        self._scheduler.remove(sequence)
+        self._stats["failed" if isinstance(what, RaymoeError) else "finished"] += 1
+        return Event(sequence.id, what)
+
+    def _expire(self, now: float) -> list[Event]:
+        late = [sequence for sequence in self._sequences.values() if sequence.deadline_s <= now]
+        return [
+            self._end(sequence, DeadlineError(f"not done after {sequence.request.deadline_s:g} s"))
+            for sequence in late
+        ]
+
+    def _on_unavailable(self, chunks: list[Chunk], error: ExpertUnavailableError) -> list[Event]:
+        if self.blocked is None:
+            log.warning("step blocked: %s", error)
+        self.blocked = error
+        self._stats["blocked_steps"] += 1
+        now, events = self._clock(), []
+        for sequence, _ in chunks:
+            if sequence.waiting_since_s is None:
+                sequence.waiting_since_s = now
+            if now - sequence.waiting_since_s >= self._replace_timeout_s:
+                events.append(self._end(sequence, error))
+        return events
+
+
+def kv_bytes_per_token(model: PackedModel, experts: Experts) -> int:
+    """Measured by a forward of two tokens, which also shows that every layer's experts answer.
+
+    Raises:
+        ExpertUnavailableError: they don't.
+    """
+    cache = SequenceCache()
+    model.forward([(cache, PROBE_TOKENS)], [0], experts.run)
+    return max(cache.nbytes // cache.capacity, 1)

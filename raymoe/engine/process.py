@@ -1,0 +1,214 @@
+"""`python -m raymoe.engine.process FD`: the engine process beside a router replica.
+
+A process of its own, so that bursts of Python on the replica's event loop don't delay steps. It talks over one
+socket and ends when the other side does, wherever it is just then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from raymoe.checkpoint.folder import Checkpoint
+from raymoe.checkpoint.moe import describe
+from raymoe.checkpoint.router import load_router
+from raymoe.dispatch.dispatcher import Dispatcher
+from raymoe.engine.loop import Engine, kv_bytes_per_token
+from raymoe.engine.scheduler import Limits
+from raymoe.engine.wire import Unframer, error_to_wire, event_to_wire, frame, request_from_wire
+from raymoe.errors import EngineError, ExpertUnavailableError, RaymoeError
+from raymoe.lanes.hello import Hello
+from raymoe.lanes.shm import connect
+from raymoe.model.attention import NAME as ATTENTION
+from raymoe.model.context import run_experts
+from raymoe.model.forward import PackedModel
+from raymoe.policy.layout import GroupPlace, Layout
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+"""How often a blocked step is tried again without a new layout."""
+CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that an engine process is told at its start. Sizes in bytes, times in seconds.
+
+    `dtype` is a torch dtype's name or "auto"; `token` is the lanes' shared secret.
+    """
+
+    checkpoint: str
+    router: str
+    token: str
+    dtype: str
+    threads: int
+    lane_bytes: int
+    silence_s: float
+    replace_timeout_s: float
+    kv_bytes: int
+    step_tokens: int
+    max_sequences: int
+    max_waiting: int
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a plain dict."""
+        return asdict(self)
+
+
+class Channel:
+    """The socket to the replica."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._unframer = sock, Unframer()
+
+    def send(self, **message: Any) -> None:
+        """Send one message; the replica reads all the time."""
+        self._sock.sendall(frame(message))
+
+    def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
+        """What has arrived, after at most `timeout_s` (None = as long as it takes). Ends the process at EOF."""
+        ready, _, _ = select.select([self._sock], [], [], timeout_s)
+        if not ready:
+            return []
+        data = self._sock.recv(1 << 20)
+        if not data:
+            _leave()
+        return list(self._unframer.feed(data))
+
+
+class Process:
+    """The engine and its channel."""
+
+    def __init__(self, channel: Channel, config: EngineConfig) -> None:
+        self._channel = channel
+        torch.set_num_threads(config.threads)
+        checkpoint = Checkpoint.open(config.checkpoint)
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        moe = describe(checkpoint, dtype)
+        hello = Hello(
+            config.token, checkpoint.fingerprint, str(moe.dtype).removeprefix("torch."), moe.hidden_size
+        )
+
+        def open_lane(place: GroupPlace) -> Any:
+            return connect(
+                place.name,
+                place.address,
+                hello,
+                ring_bytes=config.lane_bytes,
+                router=config.router,
+                timeout_s=CONNECT_TIMEOUT_S,
+            )
+
+        self._config = config
+        self._experts = Dispatcher(open_lane, config.silence_s)
+        self._model = PackedModel(load_router(checkpoint, run_experts, dtype=moe.dtype, attention=ATTENTION))
+        self._engine: Engine | None = None
+        self._channel.send(kind="loaded")
+
+    def run(self) -> None:
+        """Serve until the replica is gone or says stop."""
+        while True:
+            engine = self._engine
+            for message in self._channel.receive(self._patience()):
+                if message["kind"] == "stop":
+                    self._experts.close()
+                    return
+                self._handle(message)
+            if engine is None:
+                self._try_to_start()
+                continue
+            if engine.blocked is not None:
+                self._experts.reconnect()
+            if engine.busy and (events := engine.step()):
+                self._channel.send(kind="events", events=[event_to_wire(*event) for event in events])
+
+    def _patience(self) -> float | None:
+        if self._engine is None or self._engine.blocked is not None:
+            return RETRY_S
+        return 0 if self._engine.busy else None
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "layout":
+            layout = Layout.from_wire(message["layout"])
+            self._experts.set_layout(layout)
+            self._channel.send(kind="layout", epoch=layout.epoch)
+        elif kind == "stats":
+            stats = {} if self._engine is None else self._engine.stats()
+            self._channel.send(kind="stats", number=message["number"], stats=stats)
+        elif kind == "cancel":
+            if self._engine is not None:
+                self._engine.cancel(message["id"])
+        elif kind == "submit":
+            request = request_from_wire(message["request"])
+            try:
+                if self._engine is None:
+                    raise EngineError("a request came before the engine was ready")
+                self._engine.submit(request)
+            except RaymoeError as error:
+                self._channel.send(kind="events", events=[event_to_wire(request.request_id, error)])
+        else:
+            raise EngineError(f"unknown message {kind!r} to the engine")
+
+    def _try_to_start(self) -> None:
+        """Once a layout's experts all answer a probe, be ready."""
+        if self._experts.epoch < 0:
+            return
+        try:
+            per_token = kv_bytes_per_token(self._model, self._experts)
+        except ExpertUnavailableError as error:
+            log.warning("not ready: %s", error)
+            self._experts.reconnect()
+            return
+        config = self._config
+        limits = Limits(
+            step_tokens=config.step_tokens,
+            # With fewer rows than sequences in a step, the last ones would never get a turn.
+            max_sequences=min(config.max_sequences, config.step_tokens),
+            max_waiting=config.max_waiting,
+            kv_tokens=config.kv_bytes // per_token,
+        )
+        self._engine = Engine(self._model, self._experts, limits, replace_timeout_s=config.replace_timeout_s)
+        self._channel.send(kind="ready", kv_tokens=limits.kv_tokens, kv_bytes_per_token=per_token)
+
+
+def _leave() -> None:
+    # Not sys.exit: a step may wait for a group in another thread's stack, and nothing here needs unwinding.
+    os._exit(0)
+
+
+def _watch(sock: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    poll.poll()
+    _leave()
+
+
+def main(fd: int) -> None:
+    """Read the config from the socket, then serve."""
+    logging.basicConfig(level=logging.INFO, format="engine %(levelname)s %(name)s: %(message)s")
+    sock = socket.socket(fileno=fd)
+    threading.Thread(target=_watch, args=(sock,), daemon=True).start()
+    channel = Channel(sock)
+    messages: list[dict[str, Any]] = []
+    while not messages:
+        messages = channel.receive(None)
+    try:
+        process = Process(channel, EngineConfig(**messages[0]))
+    except RaymoeError as error:
+        channel.send(kind="failed", error=error_to_wire(error))
+        return
+    process.run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

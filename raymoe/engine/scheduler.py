@@ -1,0 +1,132 @@
+"""What the next step computes. Pure bookkeeping: no tensors, no clock.
+
+All decodes of running sequences come first, then prefill chunks up to the token budget, oldest first. Memory is
+counted in the tokens for which cache buffers are made. A running sequence that must grow beyond the limit
+preempts the youngest one, which gives its cache back and is computed again later (recomputation, as in vLLM;
+Kwon et al., SOSP 2023).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raymoe.engine.sequence import Sequence
+from raymoe.errors import ContextLengthError, OverloadedError
+from raymoe.model.cache import capacity_for
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`kv_tokens` is how many tokens' keys and values fit the KV limit."""
+
+    step_tokens: int
+    max_sequences: int
+    max_waiting: int
+    kv_tokens: int
+
+
+class Chunk(NamedTuple):
+    """`rows` tokens of `sequence`, from what is computed on; it samples when they are the last known ones."""
+
+    sequence: Sequence
+    rows: int
+
+    @property
+    def samples(self) -> bool:
+        """Its last row's logits choose the next token."""
+        return self.rows == self.sequence.pending
+
+
+class Scheduler:
+    """Owns the queues; a sequence is in exactly one of them until it is removed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence.
+
+        Raises:
+            OverloadedError: the queue is full.
+            ContextLengthError: it could never run, however long it waits.
+        """
+        needed = capacity_for(max(sequence.final_length - 1, 1))
+        if needed > self.limits.kv_tokens:
+            raise ContextLengthError(
+                f"{sequence.prompt_length} prompt tokens and {sequence.request.max_tokens} new ones need room for"
+                f" {needed} tokens in the KV cache, which holds {self.limits.kv_tokens}"
+            )
+        free = self.limits.max_sequences - len(self.running)
+        if len(self.waiting) >= self.limits.max_waiting + max(free, 0):
+            raise OverloadedError(f"{len(self.waiting)} requests are waiting; try again later")
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence and give its cache back. Unknown ones are ignored: it may just have ended."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.cache.clear()
+
+    def all(self) -> Iterable[Sequence]:
+        """Every sequence, running ones first."""
+        return (*self.running, *self.waiting)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens for which buffers are reserved."""
+        return sum(sequence.cache.capacity for sequence in self.running)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; empty when there is nothing to do."""
+        chunks: list[Chunk] = []
+        budget = self.limits.step_tokens
+        for sequence in list(self.running):
+            if sequence.decoding and budget and sequence in self.running and self._grow(sequence, 1):
+                chunks.append(Chunk(sequence, 1))
+                budget -= 1
+        # A later sequence's growth may have preempted one that was already given rows.
+        chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
+        for sequence in list(self.running):
+            if not sequence.decoding and budget and sequence in self.running:
+                budget -= self._prefill(sequence, budget, chunks)
+        while budget and self.waiting and len(self.running) < self.limits.max_sequences:
+            sequence = self.waiting[0]
+            if not self._fits(sequence, sequence.pending):
+                break
+            self.running.append(self.waiting.popleft())
+            # Room for all known tokens at once: half a prompt in memory helps nobody.
+            sequence.cache.reserve(len(sequence.tokens))
+            budget -= self._prefill(sequence, budget, chunks)
+        return [chunk for chunk in chunks if chunk.sequence in self.running]
+
+    def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        rows = min(budget, sequence.pending)
+        if not self._grow(sequence, rows):
+            return 0
+        chunks.append(Chunk(sequence, rows))
+        return rows
+
+    def _fits(self, sequence: Sequence, rows: int) -> bool:
+        more = capacity_for(sequence.cache.length + rows) - sequence.cache.capacity
+        return more <= 0 or self.kv_tokens + more <= self.limits.kv_tokens
+
+    def _grow(self, sequence: Sequence, rows: int) -> bool:
+        """Make room for `rows` more, at the cost of younger sequences, or give way to older ones."""
+        while not self._fits(sequence, rows):
+            youngest = self.running[-1]
+            self.running.pop()
+            youngest.cache.clear()
+            self.waiting.appendleft(youngest)
+            self.preemptions += 1
+            if youngest is sequence:
+                return False
+        sequence.cache.reserve(sequence.cache.length + rows)
+        return True

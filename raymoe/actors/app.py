@@ -1,0 +1,102 @@
+"""From settings to a Serve application, for `raymoe serve` and for plain `serve run` alike."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raymoe.actors.spec import Spec
+from raymoe.config import Settings
+from raymoe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+Progress = Callable[[str, int, int], None]
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """The application for `serve run FILE` and `serve deploy FILE`; `args` are nested settings.
+
+    Raises:
+        ConfigError: an unknown key, or one that belongs elsewhere in a Serve file.
+        CheckpointError, MemoryLimitError: as `prepare`.
+    """
+    for key in ("host", "port"):
+        if key in (args.get("server") or {}):
+            raise ConfigError(
+                f"server.{key} can't be set in a Serve file's args: set http_options.{key} there"
+            )
+    return application(prepare(Settings.build(args, "args of the Serve file")))
+
+
+def application(spec: Spec) -> Application:
+    """Ingress in front of routers. Controller and expert groups are started by the routers."""
+    from raymoe.actors.ingress import Ingress, ingress_options
+    from raymoe.actors.router import Router, router_options
+
+    # mypy sees the classes, Serve's decorator made deployments of them.
+    router_deployment: Any = Router
+    ingress_deployment: Any = Ingress
+    router = router_deployment.options(**router_options(spec.settings)).bind(spec)
+    bound: Application = ingress_deployment.options(**ingress_options()).bind(spec, router)
+    return bound
+
+
+def prepare(settings: Settings, progress: Progress | None = None, available: int | None = None) -> Spec:
+    """Check everything that can be checked before anything is started, and draw the deployment's secrets.
+
+    Args:
+        progress: called as (stage, done, total) while the embedded default is built.
+        available: bytes of memory; by default what this machine has. Zero or less skips the check.
+
+    Raises:
+        CheckpointError: the folder is missing or broken; NotMoeError if it is no Mixture-of-Experts model.
+        MemoryLimitError: it will not fit.
+        ConfigError: more expert groups than experts.
+    """
+    import psutil
+    import torch
+
+    from raymoe.checkpoint.folder import Checkpoint
+    from raymoe.checkpoint.memory import check_memory, needed_bytes
+    from raymoe.checkpoint.moe import describe
+    from raymoe.checkpoint.resolve import resolve
+    from raymoe.policy.layout import even_slices
+
+    if settings.model.path is None:
+        from raymoe.checkpoint.embedded import embedded_model
+
+        path = embedded_model(progress)
+    else:
+        path = resolve(settings.model.path)
+    path = path.resolve()
+    checkpoint = Checkpoint.open(path)
+    wanted = settings.model.dtype
+    model = describe(checkpoint, None if wanted == "auto" else getattr(torch, wanted))
+    for layer in model.layers:
+        even_slices(layer.experts, settings.groups.count)
+    if available is None:
+        available = psutil.virtual_memory().available
+    if available > 0:
+        groups, router = settings.groups, settings.router
+        check_memory(
+            needed_bytes(model, groups.count, router.kv_bytes, groups.lane_bytes, router.replicas), available
+        )
+    name = settings.model.name or path.name
+    settings = settings.model_copy(
+        update={"model": settings.model.model_copy(update={"path": str(path), "name": name})}
+    )
+    return Spec(
+        generation=secrets.token_hex(4),
+        token=secrets.token_hex(16),
+        path=str(path),
+        model_name=name,
+        fingerprint=checkpoint.fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        hidden_size=model.hidden_size,
+        experts_per_layer=tuple(layer.experts for layer in model.layers),
+        expert_bytes=sum(t.nbytes for t in checkpoint.tensors.values()) - model.router_file_bytes,
+        settings=settings,
+    )

@@ -1,0 +1,121 @@
+"""Ray and Serve as raymoe uses them: started or joined, the application deployed and taken away again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayError
+
+from raymoe.actors.expert_group import living_groups, remove_group
+from raymoe.actors.link import find_controller
+from raymoe.actors.spec import NAMESPACE
+from raymoe.errors import ClusterError
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Little goes through Ray's object store; the lanes have memory of their own."""
+SHUTDOWN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Ray:
+    """The Ray that this process is connected to. `private` means that it ends with this process."""
+
+    address: str
+    private: bool
+    logs: str
+
+
+def start_private(cpus: float) -> Ray:
+    """Start a Ray for this process alone, with `cpus` logical CPUs. `environment.set_private` comes first.
+
+    Raises:
+        ClusterError: Ray did not start.
+    """
+    return _init(
+        True,
+        num_cpus=cpus,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        # Even with RAY_ADDRESS in the environment: its value was looked at before.
+        address="local",
+    )
+
+
+def connect(address: str) -> Ray:
+    """Join the Ray at `address` (host:port, or "auto").
+
+    Raises:
+        ClusterError: nothing answers there, or another version of Ray or Python does.
+    """
+    return _init(False, address=address)
+
+
+def _init(private: bool, **options: Any) -> Ray:
+    what = "a private Ray" if private else f"Ray at {options['address']}"
+    try:
+        # Without Ray's own lines: what concerns the operator is said by raymoe.
+        context = ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (RuntimeError, ConnectionError, ValueError, RayError, OSError) as error:
+        text = " ".join(str(error).split())
+        if "ersion mismatch" in text:
+            raise ClusterError(
+                f"{what} runs another version than this one ({_versions()}): {text}"
+            ) from error
+        raise ClusterError(f"{what} can't be {'started' if private else 'reached'}: {text[:500]}") from error
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    return Ray(context.address_info["address"], private, f"{context.address_info['session_dir']}/logs")
+
+
+def _versions() -> str:
+    import platform
+
+    return f"Ray {ray.__version__}, Python {platform.python_version()}"
+
+
+def deploy(application: Application, app: str, host: str, port: int) -> None:
+    """Start Serve where it doesn't run yet, and the application on it; returns once it is running.
+
+    Raises:
+        ClusterError: names what failed to start.
+    """
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(application, name=app, route_prefix="/", logging_config={"enable_access_log": False})
+    except (RuntimeError, RayError, ValueError) as error:
+        raise ClusterError(f"the application {app} did not start: {error}") from error
+
+
+def remove(app: str, everything: bool) -> None:
+    """Take the application away: Serve's part, controller and groups; `everything` ends Serve itself too.
+
+    Raises:
+        ClusterError: names what is still there.
+    """
+    with contextlib.suppress(RayError, RuntimeError):
+        if everything:
+            serve.shutdown()
+        else:
+            serve.delete(app)
+    controller = find_controller(app)
+    if controller is not None:
+        with contextlib.suppress(RayError, GetTimeoutError):
+            ray.get(controller.shutdown.remote(), timeout=SHUTDOWN_S)
+        ray.kill(controller)
+    for name in living_groups(app):
+        remove_group(str(name))
+    left = living_groups(app)
+    if left:
+        raise ClusterError(f"still there: {', '.join(map(str, left))}")
+
+
+def stop_ray() -> None:
+    """Leave Ray; a private one ends. Idempotent."""
+    ray.shutdown()

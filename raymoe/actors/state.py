@@ -1,0 +1,90 @@
+"""Where other terminals find a running server: a small file per application, in a folder of the user."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from raymoe.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class ServerRecord:
+    """A server that `raymoe serve` started.
+
+    `token` authenticates to its Ray, `private` says that this Ray ends with process `pid`, and `born` is that
+    process's start time in seconds, which tells it from a later one with the same number.
+    """
+
+    app: str
+    pid: int
+    born: float
+    address: str
+    private: bool
+    host: str
+    port: int
+    model: str
+    logs: str
+    token: str = field(default="", repr=False)
+    started: float = field(default_factory=time.time)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return _born(self.pid) == self.born
+
+    def write(self) -> None:
+        """Keep it for other terminals, readable by this user only."""
+        folder = state_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = folder.lstat()
+        if not stat.S_ISDIR(owner.st_mode) or owner.st_uid != os.getuid() or owner.st_mode & 0o077:
+            raise ClusterError(f"{folder} must be a folder of this user alone (mode 700)")
+        part = folder / f".{self.app}.{os.getpid()}"
+        part.touch(mode=0o600)
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.rename(folder / f"{self.app}.json")
+
+    def remove(self) -> None:
+        """Idempotent. Another server's record of the same application stays."""
+        if read(self.app) == self:
+            (state_folder() / f"{self.app}.json").unlink(missing_ok=True)
+
+
+def this_process() -> tuple[int, float]:
+    """`pid` and `born` of the calling process."""
+    return os.getpid(), _born(os.getpid()) or 0.0
+
+
+def read(app: str) -> ServerRecord | None:
+    """The record of an application's server, alive or not; None when there is none."""
+    try:
+        values: dict[str, Any] = json.loads((state_folder() / f"{app}.json").read_text(encoding="utf-8"))
+        return ServerRecord(**values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise ClusterError(f"{state_folder()}/{app}.json can't be read: {error}; remove it") from error
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """`XDG_RUNTIME_DIR/raymoe`, else `/tmp/raymoe-UID`."""
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(environ["XDG_RUNTIME_DIR"]) / "raymoe"
+    return Path(f"/tmp/raymoe-{os.getuid()}")
+
+
+def _born(pid: int) -> float | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None

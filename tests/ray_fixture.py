@@ -1,0 +1,33 @@
+"""One small private Ray for all tests that need one. Import this module before anything imports Ray."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raymoe.actors import environment
+
+ROOT = Path(__file__).parents[1]
+if "ray" not in sys.modules:
+    environment.set_private()
+# Workers import the tests' own actor classes.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+with warnings.catch_warnings():
+    # Serve's own use of deprecated pydantic options.
+    warnings.simplefilter("ignore")
+    import ray.serve  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A running Ray with a few logical CPUs and no dashboard; gone after the tests."""
+    from raymoe.actors import cluster
+
+    cluster.start_private(cpus=8)
+    yield
+    cluster.stop_ray()

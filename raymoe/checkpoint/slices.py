@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raymoe.checkpoint.folder import Checkpoint
+from raymoe.checkpoint.memory import give_back
 from raymoe.checkpoint.moe import MoeModel, Skeleton
 from raymoe.checkpoint.private import branch
 from raymoe.checkpoint.tensors import OnBytes
@@ -67,6 +68,7 @@ class ExpertLoader:
         info = self._conversion.load(
             branch(self._conversion, name, holder), self._sources[layer].lazy(ascending, on_bytes)
         )
+        give_back()
         if info.missing_keys:
             raise CheckpointError(f"no tensor fills {', '.join(sorted(info.missing_keys))}")
         loaded = {leaf: parameter.data for leaf, parameter in holder.named_parameters()}

@@ -52,3 +52,12 @@ def test_describing_reads_no_weight(
 
     monkeypatch.setattr(tensors.LazyTensor, "__getitem__", fail)
     assert len(describe(Checkpoint.open(tiny_folder("gpt_oss"))).layers) == 3
+
+
+def test_code_named_by_the_config_is_neither_run_nor_asked_for(tmp_path: Path) -> None:
+    tiny_checkpoint("deepseek_v3", tmp_path)
+    config = tmp_path / "config.json"
+    named = '{"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},'
+    config.write_text(config.read_text().replace("{", named, 1).replace('"dtype"', '"torch_dtype"'))
+    (tmp_path / "evil.py").write_text("raise SystemExit('the code was run')")
+    assert describe(Checkpoint.open(tmp_path)).dtype == torch.float32

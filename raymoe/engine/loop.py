@@ -8,14 +8,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from raymoe.engine.messages import GenerateChunk, GenerateRequest
 from raymoe.engine.scheduler import Chunk, Limits, Scheduler
 from raymoe.engine.sequence import Sequence
 from raymoe.errors import DeadlineError, EngineError, ExpertUnavailableError, RaymoeError, RequestError
 from raymoe.model.cache import SequenceCache
-from raymoe.model.forward import PackedModel
-from raymoe.model.sampler import choose
+from raymoe.model.forward import Part, forward
+from raymoe.model.sampler import sample
 from raymoe.policy.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PackedModel,
+        model: PreTrainedModel,
         experts: Experts,
         limits: Limits,
         *,
@@ -143,12 +144,12 @@ class Engine:
         }
 
     def _run(self, chunks: list[Chunk]) -> Tensor:
-        rows = []
-        for sequence, count in chunks:
-            start = sequence.cache.length
-            rows.append((sequence.cache, sequence.tokens[start : start + count]))
-        sampling = [number for number, chunk in enumerate(chunks) if chunk.samples]
-        return self._model.forward(rows, sampling, self._experts.run)
+        parts = []
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.sequence.cache.length
+            tokens = sequence.tokens[start : start + chunk.rows]
+            parts.append(Part(sequence.cache, tokens, chunk.samples))
+        return forward(self._model, parts, self._experts.run)
 
     def _postprocess(self, chunks: list[Chunk], logits: Tensor) -> list[Event]:
         # The caches have advanced: who has nothing pending is who sampled.
@@ -156,11 +157,10 @@ class Engine:
         events = []
         for chunk in chunks:
             chunk.sequence.waiting_since_s = None
-        for sequence, token in zip(
-            sampled, choose(logits, [sequence.choice for sequence in sampled]), strict=True
-        ):
-            if isinstance(token, RaymoeError):
-                events.append(self._end(sequence, token))
+        draws = [(sequence.request.sampling, len(sequence.tokens)) for sequence in sampled]
+        for sequence, token in zip(sampled, sample(logits, draws), strict=True):
+            if token is None:
+                events.append(self._end(sequence, EngineError("the model's logits are not finite")))
                 continue
             self._stats["generated_tokens"] += 1
             if token in sequence.request.stop_token_ids:
@@ -200,12 +200,12 @@ class Engine:
         return events
 
 
-def kv_bytes_per_token(model: PackedModel, experts: Experts) -> int:
+def kv_bytes_per_token(model: PreTrainedModel, experts: Experts) -> int:
     """Measured by a forward of two tokens, which also shows that every layer's experts answer.
 
     Raises:
         ExpertUnavailableError: they don't.
     """
     cache = SequenceCache()
-    model.forward([(cache, PROBE_TOKENS)], [0], experts.run)
+    forward(model, [Part(cache, PROBE_TOKENS, True)], experts.run)
     return max(cache.nbytes // cache.capacity, 1)

@@ -28,8 +28,8 @@ from raymoe.errors import EngineError, ExpertUnavailableError, RaymoeError
 from raymoe.lanes.hello import Hello
 from raymoe.lanes.shm import connect
 from raymoe.model.attention import NAME as ATTENTION
+from raymoe.model.attention import check_attention
 from raymoe.model.context import run_experts
-from raymoe.model.forward import PackedModel
 from raymoe.policy.layout import GroupPlace, Layout
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ class Process:
 
         self._config = config
         self._experts = Dispatcher(open_lane, config.silence_s)
-        self._model = PackedModel(load_router(checkpoint, run_experts, dtype=moe.dtype, attention=ATTENTION))
+        check_attention(checkpoint.config)
+        self._model = load_router(checkpoint, run_experts, dtype=moe.dtype, attention=ATTENTION)
         self._engine: Engine | None = None
         self._channel.send(kind="loaded")
 

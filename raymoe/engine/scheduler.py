@@ -73,7 +73,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        sequence.cache.clear()
+        sequence.cache.release()
 
     def all(self) -> Iterable[Sequence]:
         """Every sequence, running ones first."""
@@ -123,7 +123,7 @@ class Scheduler:
         while not self._fits(sequence, rows):
             youngest = self.running[-1]
             self.running.pop()
-            youngest.cache.clear()
+            youngest.cache.release()
             self.waiting.appendleft(youngest)
             self.preemptions += 1
             if youngest is sequence:

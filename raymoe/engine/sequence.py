@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from raymoe.engine.messages import GenerateRequest
 from raymoe.model.cache import SequenceCache
-from raymoe.model.sampler import Choice
 
 
 class Sequence:
@@ -50,11 +49,3 @@ class Sequence:
     def deadline_s(self) -> float:
         """When it must be done, on the engine's clock."""
         return self.arrived_s + self.request.deadline_s
-
-    @property
-    def choice(self) -> Choice:
-        """How its next token is chosen."""
-        sampling = self.request.sampling
-        return Choice(
-            sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed, position=len(self.tokens)
-        )

@@ -1,9 +1,7 @@
-"""Keys and values of running sequences, and the packed cache that a model's attention layers write to.
+"""Keys and values of each sequence, and the batch of them that one forward reads and extends.
 
-A sequence owns one buffer per layer and side, which grows in whole blocks. A step packs the rows of several
-sequences into one row list without padding; the cache cuts it up again.
-
-Shape letters: Q new rows of a sequence, L its length after the step, Hk key/value heads, D head size.
+Shape letters: G heads of keys and values, T rows of the step, Q of them of one sequence, L keys it has then,
+D and W widths of a key and of a value.
 """
 
 from __future__ import annotations
@@ -11,127 +9,111 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from raymoe.errors import EngineError
-
-BLOCK = 64
-"""Tokens by which a sequence's buffers grow, at least; beyond 16 blocks they grow by a quarter."""
+FIRST_CAPACITY = 64
+"""Tokens of the smallest buffer."""
 
 
 def capacity_for(tokens: int) -> int:
-    """Tokens for which buffers are made when `tokens` must fit. Never shrinks with more tokens.
+    """Size of the buffers that hold `tokens`: multiples of 64 up to 256, then 4 sizes per doubling.
 
-    >>> capacity_for(1), capacity_for(65), capacity_for(2000)
-    (64, 128, 2048)
+    >>> [capacity_for(n) for n in (1, 65, 256, 257, 1000, 1025)]
+    [64, 128, 256, 320, 1024, 1280]
     """
-    if tokens <= 0:
-        return 0
-    capacity = BLOCK
-    while capacity < tokens:
-        capacity += max(BLOCK, capacity // 4 // BLOCK * BLOCK)
-    return capacity
+    step = max(FIRST_CAPACITY, (1 << max(tokens - 1, 1).bit_length()) // 8)
+    return -(-tokens // step) * step
 
 
 class SequenceCache:
-    """Keys and values of one sequence. `length` counts the tokens that count: a failed step leaves it alone."""
+    """Buffers [G, capacity, D] of one sequence, two per layer, of which `length` tokens are valid.
+
+    `reserve` sets the size; the buffers follow at the next write. Rows past `length` are leftovers of steps
+    that were broken off.
+    """
 
     def __init__(self) -> None:
         self.length = 0
         self.capacity = 0
-        self._sides: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(key.nbytes + value.nbytes for key, value in self._sides.values())
+        """Bytes that the buffers hold now."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
     def reserve(self, tokens: int) -> None:
-        """Say that up to `tokens` will be written; buffers follow at the next write."""
-        self.capacity = max(self.capacity, capacity_for(tokens))
+        """Have room for `tokens` in all; never shrinks."""
+        if tokens > self.capacity:
+            self.capacity = capacity_for(tokens)
 
-    def write(self, layer: int, key_HkQD: Tensor, value_HkQD: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new rows behind `length`; returns views [Hk, L, D] of all keys and values."""
-        start, end = self.length, self.length + key_HkQD.shape[1]
-        sides = self._sides.get(layer)
-        if sides is None or sides[0].shape[1] < end:
-            self.reserve(end)
-            sides = (self._grown(key_HkQD, sides and sides[0]), self._grown(value_HkQD, sides and sides[1]))
-            self._sides[layer] = sides
-        key, value = sides
-        key[:, start:end] = key_HkQD
-        value[:, start:end] = value_HkQD
-        return key[:, :end], value[:, :end]
+    def write(self, layer: int, keys_GQD: Tensor, values_GQW: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new rows behind the valid ones; gives views [G, L, D] and [G, L, W] of all rows up to them."""
+        end = self.length + keys_GQD.shape[1]
+        self.reserve(end)
+        buffers = self._layers.get(layer)
+        if buffers is None or buffers[0].shape[1] < end:
+            buffers = self._layers[layer] = self._enlarged(buffers, keys_GQD, values_GQW)
+        keys, values = buffers
+        keys[:, self.length : end] = keys_GQD
+        values[:, self.length : end] = values_GQW
+        return keys[:, :end], values[:, :end]
 
-    def clear(self) -> None:
-        """Give all memory back; the sequence must be computed again."""
-        self._sides.clear()
+    def advance(self, tokens: int) -> None:
+        """Make the rows that were written last valid."""
+        self.length += tokens
+
+    def release(self) -> None:
+        """Forget everything and give the memory back."""
         self.length = self.capacity = 0
+        self._layers.clear()
 
-    def _grown(self, like: Tensor, old: Tensor | None) -> Tensor:
-        new = like.new_empty(like.shape[0], self.capacity, like.shape[2])
-        if old is not None:
-            new[:, : self.length] = old[:, : self.length]
-        return new
-
-
-class Part:
-    """One sequence's share of a packed forward: `rows` new tokens behind its cached ones."""
-
-    __slots__ = ("cache", "rows")
-
-    def __init__(self, cache: SequenceCache, rows: int) -> None:
-        self.cache, self.rows = cache, rows
+    def _enlarged(
+        self, old: tuple[Tensor, Tensor] | None, keys_GQD: Tensor, values_GQW: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        grown = []
+        for number, new in enumerate((keys_GQD, values_GQW)):
+            buffer = new.new_empty(new.shape[0], self.capacity, new.shape[2])
+            if old is not None:
+                buffer[:, : self.length] = old[number][:, : self.length]
+            grown.append(buffer)
+        return grown[0], grown[1]
 
 
 class PackedCache:
-    """Stands for transformers' cache in one forward; models only call `update` when they get position ids.
+    """What models get as `cache`: the step's rows are all sequences' rows one behind the other.
 
-    `separate`: attention reads each sequence's views, nothing is copied. Models that compute on what `update`
-    returns (MLA expands latents to keys) need all sequences in one tensor instead.
+    transformers 5.24 calls `update` alone when it is given position ids. If `joined`, `update` gives all
+    keys and values in one tensor, since the model computes with them (MLA expands latents); else the
+    attention function reads the views of each sequence, and nothing is copied.
     """
 
     is_compileable = False
 
-    def __init__(self, parts: Sequence[Part], separate: bool) -> None:
-        self.parts = parts
-        self.separate = separate
-        self.views: list[tuple[Tensor, Tensor]] = []
-        self.lengths = [part.cache.length + part.rows for part in parts]
+    def __init__(self, parts: Sequence[tuple[SequenceCache, int]], joined: bool = False) -> None:
+        self.caches = tuple(cache for cache, _ in parts)
+        self.counts = [count for _, count in parts]
+        self.lengths = [cache.length + count for cache, count in parts]
+        self.joined = joined
+        self.views: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def update(
+        self, keys_1GTD: Tensor, values_1GTW: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the step's rows of one layer."""
+        keys, values = keys_1GTD[0].split(self.counts, 1), values_1GTW[0].split(self.counts, 1)
+        views = [cache.write(layer_idx, k, v) for cache, k, v in zip(self.caches, keys, values, strict=True)]
+        if not self.joined:
+            self.views[layer_idx] = views
+            return keys_1GTD, values_1GTW
+        return torch.cat([k for k, _ in views], 1)[None], torch.cat([v for _, v in views], 1)[None]
+
+    def advance(self) -> None:
+        """The step is complete: its rows become valid."""
+        for cache, count in zip(self.caches, self.counts, strict=True):
+            cache.advance(count)
 
     def get_seq_length(self, *_: Any) -> int:
-        """Zero, as positions are given."""
+        """Not a single number here: positions are always given."""
         return 0
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values [1, Hk, T, D] of the packed rows."""
-        if key.shape[0] != 1:
-            raise EngineError(f"a packed step has one row list, the model made {key.shape[0]}")
-        self.views = []
-        start = 0
-        for part in self.parts:
-            end = start + part.rows
-            self.views.append(part.cache.write(layer_idx, key[0, :, start:end], value[0, :, start:end]))
-            start = end
-        if self.separate:
-            return key, value
-        keys, values = zip(*self.views, strict=True)
-        return _joined(keys), _joined(values)
-
-    def commit(self) -> None:
-        """The step went well: what was written counts."""
-        for part in self.parts:
-            part.cache.length += part.rows
-
-
-def _joined(views: Sequence[Tensor]) -> Tensor:
-    first = views[0]
-    if len(views) == 1:
-        return first[None]
-    total = sum(view.shape[1] for view in views)
-    out = first.new_empty(1, first.shape[0], total, first.shape[2])
-    start = 0
-    for view in views:
-        out[0, :, start : start + view.shape[1]] = view
-        start += view.shape[1]
-    return out

@@ -1,60 +1,52 @@
-"""What one forward of the model needs to know of its step. Nothing about a step lives anywhere else.
-
-The model's own modules can't carry extra arguments to the attention function and the experts, so the context
-travels in a `ContextVar`: forwards that run at once in several threads or tasks each see their own.
-"""
+"""What one forward works on. It travels in a context variable, so forwards in other threads see their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from raymoe.errors import EngineError
 from raymoe.model.cache import PackedCache
 
+# T tokens, K top-k, H width of the rows, Q query rows of one sequence, L keys it sees
+
 RunExperts = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(MoE layer, hidden_TH, ids_TK, weights_TK) → combined rows [T, H]."""
+"""(index of the MoE layer, hidden_TH, ids_TK, weights_TK) → [T, H]."""
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """The packed cache of this forward, and what computes its experts."""
+    """One step: the packed batch with its cache, and who computes the experts (None: the model itself).
+
+    `masks` holds the attention masks that the layers share, by (Q, L, window).
+    """
 
     cache: PackedCache
-    experts: RunExperts
+    experts: RunExperts | None = None
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
 
-_STEP: ContextVar[StepContext] = ContextVar("raymoe_step")
+STEP: ContextVar[StepContext] = ContextVar("raymoe_step")
 
 
-def current() -> StepContext:
-    """The context of the forward that is running.
+def current_step() -> StepContext:
+    """The step whose forward is running here.
 
     Raises:
-        EngineError: no forward is running.
+        EngineError: the model was called outside `model.forward.forward`.
     """
-    try:
-        return _STEP.get()
-    except LookupError:
-        raise EngineError("the model was called outside a step") from None
-
-
-@contextmanager
-def step(context: StepContext) -> Iterator[None]:
-    """Run a forward under `context`; nesting is refused."""
-    if _STEP.get(None) is not None:
-        raise EngineError("a step was started inside another one")
-    token = _STEP.set(context)
-    try:
-        yield
-    finally:
-        _STEP.reset(token)
+    step = STEP.get(None)
+    if step is None:
+        raise EngineError("a model of raymoe was called outside a step; call raymoe.model.forward.forward")
+    return step
 
 
 def run_experts(layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """What stands where the experts were: `checkpoint.load_router(..., experts=run_experts)`."""
-    return current().experts(layer, hidden_TH, ids_TK, weights_TK)
+    """The function for `checkpoint.router.load_router`: hands each call to the running step's experts."""
+    experts = current_step().experts
+    if experts is None:
+        raise EngineError(f"MoE layer {layer} has its experts elsewhere, and the step names nobody for them")
+    return experts(layer, hidden_TH, ids_TK, weights_TK)

@@ -1,72 +1,87 @@
-"""Choose next tokens from logits, each sequence by its own settings and its own random stream.
+"""From logits to the next tokens. A draw depends on (seed, position) alone, so a replay draws the same.
 
-Shape letters: N sequences that sample, V vocabulary.
+Shape letters: S rows to sample, V vocabulary, N tokens that are candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raymoe.errors import EngineError
-
-GREEDY_BELOW = 1e-4
-"""A smaller temperature is greedy: dividing by it would overflow, and nothing else could be drawn anyway."""
+_FEW = 256
+"""So many of the most probable tokens usually hold the mass that top_p asks for; sorting all is slow."""
 
 
-class Choice(NamedTuple):
-    """How one sequence chooses. `position` is the index of the token being chosen, prompt included."""
+class Sampling(Protocol):
+    """The fields of `engine.messages.SamplingParams`, which lies to the right of this package."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
-    position: int
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
 
-def choose(logits_NV: Tensor, choices: Sequence[Choice]) -> list[int | EngineError]:
-    """One token id per row; a row without a finite maximum gets an error of its own.
+def sample(logits_SV: Tensor, draws: Sequence[tuple[Sampling, int]]) -> list[int | None]:
+    """The next token of each row; `draws` names its parameters and the position that it will have.
 
-    The draw for (seed, position) is one uniform number from a counter-based generator (Philox; Salmon et al.,
-    SC 2011), so it depends on nothing else: not on the batch, and not on whether the sequence was replayed.
+    None where a row holds no usable distribution: NaN, plus infinity, or nothing but minus infinity.
     """
-    best_N, ids_N = logits_NV.max(dim=-1)
-    bad = ~torch.isfinite(best_N)  # NaN wins every maximum, and a row of -inf has no finite one
-    chosen: list[int | EngineError] = list(ids_N.tolist())
-    for row in bad.nonzero()[:, 0].tolist():
-        chosen[row] = EngineError("the model's logits are not finite")
-    for row, choice in enumerate(choices):
-        if choice.temperature >= GREEDY_BELOW and not bad[row]:
-            chosen[row] = _draw(logits_NV[row], choice)
-    return chosen
-
-
-def _draw(logits_V: Tensor, choice: Choice) -> int:
-    scores = logits_V.double() / choice.temperature
-    ids = None
-    if 0 < choice.top_k < scores.shape[0]:
-        # Ties at the border: the lower id stays, as a stable sort would have it.
-        scores, ids = torch.sort(scores, descending=True, stable=True)
-        scores, ids = scores[: choice.top_k], ids[: choice.top_k]
-    probabilities = torch.softmax(scores, dim=-1)
-    if choice.top_p < 1.0:
-        order = torch.argsort(probabilities, descending=True, stable=True)
-        probabilities = probabilities[order]
-        before = probabilities.cumsum(0) - probabilities
-        kept = int((before < choice.top_p).sum())  # the first one always stays
-        probabilities = probabilities[: max(kept, 1)]
-        ids = order[: max(kept, 1)] if ids is None else ids[order[: max(kept, 1)]]
-    cumulated = probabilities.cumsum(0)
-    point = uniform(choice.seed, choice.position) * float(cumulated[-1])
-    at = min(int(torch.searchsorted(cumulated, point, right=True)), cumulated.shape[0] - 1)
-    return at if ids is None else int(ids[at])
+    if not draws:
+        return []
+    top_S, greedy_S = logits_SV.max(-1)
+    tokens: list[int | None] = list(greedy_S.tolist())
+    for row, usable in enumerate(torch.isfinite(top_S).tolist()):
+        params, position = draws[row]
+        if not usable:
+            tokens[row] = None
+        elif params.temperature > 0 and params.top_k != 1:
+            tokens[row] = _draw(logits_SV[row], top_S[row], params, position)
+    return tokens
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that belongs to (seed, position)."""
-    key = seed & 0xFFFFFFFFFFFFFFFF
-    return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
+    """The number in [0, 1) that belongs to a position: Philox 4x64 (Salmon et al., SC 2011)."""
+    generator = np.random.Philox(key=seed % (1 << 64), counter=position)
+    return float(np.random.Generator(generator).random())
+
+
+def _draw(logits_V: Tensor, top: Tensor, params: Sampling, position: int) -> int:
+    """Invert the distribution function, with the candidates in the order of `_candidates`."""
+    scaled_V = (logits_V.double() - top).div_(params.temperature)
+    weight_N, ids_N = _candidates(torch.exp_(scaled_V), params)
+    reached_N = weight_N.cumsum(0)
+    chosen = int(torch.searchsorted(reached_N, uniform(params.seed, position) * reached_N[-1], right=True))
+    # A product that rounds up to the whole mass would fall behind the last candidate that has any.
+    chosen = min(chosen, int(torch.searchsorted(reached_N, reached_N[-1])))
+    return chosen if ids_N is None else int(ids_N[chosen])
+
+
+def _candidates(weight_V: Tensor, params: Sampling) -> tuple[Tensor, Tensor | None]:
+    """Weights and ids of what top_k and then top_p leave, at least one; ids None: all, in their order.
+
+    top_p keeps the smallest set whose mass reaches it (Holtzman et al., 2020), of what top_k has left.
+    """
+    size = weight_V.shape[0]
+    cuts_k, cuts_p = 0 < params.top_k < size, params.top_p < 1
+    if not cuts_k and not cuts_p:
+        return weight_V, None
+    if cuts_k:
+        weight_N, ids_N = torch.topk(weight_V, params.top_k)
+        mass = params.top_p * weight_N.sum()
+    else:
+        weight_N, ids_N = torch.topk(weight_V, min(_FEW, size))
+        mass = params.top_p * weight_V.sum()
+        if weight_N.sum() < mass:
+            weight_N, ids_N = torch.sort(weight_V, descending=True)
+    if cuts_p:
+        keep = int((weight_N.cumsum(0) < mass).sum()) + 1
+        weight_N, ids_N = weight_N[:keep], ids_N[:keep]
+    return weight_N, ids_N

@@ -102,12 +102,7 @@ def version() -> None:
 
 def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
     from raymoe.actors import environment
-
-    # Before anything imports Ray, which reads its environment once.
-    token = environment.set_private() if address is None else ""
-    from raymoe.actors import demonstration
-    from raymoe.actors.app import prepare
-    from raymoe.actors.server import StopServer, check_free, free_port, running, url, wait_for_signal
+    from raymoe.actors.ports import check_free, free_port
 
     if demo:
         port = free_port(settings.server.host)
@@ -115,6 +110,12 @@ def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
             update={"server": settings.server.model_copy(update={"port": port, "app": f"demo-{os.getpid()}"})}
         )
     check_free(settings)
+    # Before anything imports Ray, which reads its environment once.
+    token = environment.set_private() if address is None else ""
+    from raymoe.actors import demonstration
+    from raymoe.actors.app import prepare
+    from raymoe.actors.server import StopServer, running, url, wait_for_signal
+
     # A cluster's memory is not this machine's.
     spec = prepare(settings, _show_progress, available=None if address is None else 0)
     _say(f"model {spec.model_name} ({spec.path}): {spec.shape()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from raymoe.actors.expert_group import living_groups, remove_group
 from raymoe.actors.link import find_controller
+from raymoe.actors.ports import check_answers
 from raymoe.actors.spec import NAMESPACE
 from raymoe.errors import ClusterError
 
@@ -55,6 +57,7 @@ def connect(address: str) -> Ray:
     Raises:
         ClusterError: nothing answers there, or another version of Ray or Python does.
     """
+    check_answers(address)
     return _init(False, address=address)
 
 
@@ -90,20 +93,35 @@ def deploy(application: Application, app: str, host: str, port: int) -> None:
         serve.start(http_options={"host": host, "port": port})
         serve.run(application, name=app, route_prefix="/", logging_config={"enable_access_log": False})
     except (RuntimeError, RayError, ValueError) as error:
-        raise ClusterError(f"the application {app} did not start: {error}") from error
+        raise ClusterError(f"the application {app} did not start: {_reason(app) or error}") from error
 
 
-def remove(app: str, everything: bool) -> None:
-    """Take the application away: Serve's part, controller and groups; `everything` ends Serve itself too.
+def _reason(app: str) -> str:
+    """Why Serve's deployments failed: the last line of each traceback that Serve keeps."""
+    with contextlib.suppress(RayError, RuntimeError):
+        found = serve.status().applications.get(app)
+        if found is not None:
+            return "; ".join(
+                f"{name}: {_last_line(deployment.message)}"
+                for name, deployment in found.deployments.items()
+                if deployment.message
+            )
+    return ""
+
+
+def _last_line(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return re.sub(r"^[\w.]+\.(\w+Error: )", r"\1", lines[-1])
+
+
+def remove(app: str) -> None:
+    """Take the application away: its Serve deployments, controller and groups. Serve itself stays.
 
     Raises:
         ClusterError: names what is still there.
     """
     with contextlib.suppress(RayError, RuntimeError):
-        if everything:
-            serve.shutdown()
-        else:
-            serve.delete(app)
+        serve.delete(app)
     controller = find_controller(app)
     if controller is not None:
         with contextlib.suppress(RayError, GetTimeoutError):

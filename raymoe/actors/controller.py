@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,7 @@ class Controller:
         return {
             "app": self._spec.app,
             "generation": self._spec.generation,
+            "controller_pid": os.getpid(),
             "model": self._spec.model_name,
             "epoch": self._layout.epoch if self._layout else None,
             "replaced": self._replaced,

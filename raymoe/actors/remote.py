@@ -68,7 +68,7 @@ def down(app: str, address: str | None) -> str:
             _join(None, address, stack)
             from raymoe.actors import cluster
 
-            cluster.remove(app, everything=False)
+            cluster.remove(app)
         done = f"removed {app} from Ray at {address}"
     return done
 

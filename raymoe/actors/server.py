@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,7 +71,7 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
             _ignore_signals()
             say("stopping")
             try:
-                cluster.remove(server.app, everything=ray.private)
+                cluster.remove(server.app)
             finally:
                 record.remove()
     finally:
@@ -81,37 +80,6 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
         cluster.stop_ray()
         if address is None:
             _end(children)
-
-
-def check_free(settings: Settings) -> None:
-    """Refuse before anything is loaded when the port or the application's name is taken.
-
-    Raises:
-        ClusterError: says by what.
-    """
-    server = settings.server
-    other = state.read(server.app)
-    if other is not None and other.alive:
-        raise ClusterError(
-            f"{server.app} is running already (process {other.pid}, http://{other.host}:{other.port}):"
-            " stop it with `raymoe down`, or set server.app to another name"
-        )
-    family, _, _, _, where = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind(where)
-        except OSError as error:
-            raise ClusterError(
-                f"port {server.port} on {server.host} can't be used ({error.strerror}): choose another (--port)"
-            ) from None
-
-
-def free_port(host: str) -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.create_server((host, 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def wait_for_signal() -> None:

@@ -1,0 +1,159 @@
+"""The whole server on a tiny checkpoint: two routers, two expert groups, and what happens when parts die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.server_process import Server, left_over
+from tests.tiny import tiny_checkpoint
+
+pytestmark = pytest.mark.server
+
+PROMPTS = [[n, n + 1, n + 2, 7] for n in range(10, 90, 10)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    model = tiny_checkpoint("qwen3_moe", folder / "tiny-qwen3")
+    server = Server.serve(folder, model, "--routers", "2", "--groups", "2")
+    yield server
+    family = server.family()
+    assert server.stop() == 0, server.log.read_text()
+    assert left_over(family) == []
+    assert not [name for name in os.listdir("/dev/shm") if "ray" in name]
+    assert not (folder / "raymoe" / "raymoe.json").exists()
+
+
+def texts(server: Server, tokens: int) -> list[str]:
+    """The greedy texts of all prompts, asked at once."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda p: server.complete(p, tokens), PROMPTS))
+    assert {answer.status_code for answer in answers} == {200}, [answer.text for answer in answers]
+    return [answer.json()["choices"][0]["text"] for answer in answers]
+
+
+def eventually(condition: Callable[[], Any], within_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.2)
+    return value
+
+
+def test_status_from_another_process_shows_groups_and_routers(server: Server) -> None:
+    status = server.status()
+    assert status["running"] and status["url"] == server.url and status["model"] == "tiny-qwen3"
+    assert [group["state"] for group in status["groups"]] == ["serving", "serving"]
+    assert [router["acked_epoch"] for router in status["routers"]] == [1, 1]
+    # Both routers have a lane to both groups.
+    assert [group["stats"]["lanes"] for group in status["groups"]] == [2, 2]
+
+
+def test_everything_listens_on_loopback_only(server: Server) -> None:
+    for process in server.family():
+        for place in process.net_connections("tcp"):
+            if place.status == psutil.CONN_LISTEN:
+                assert place.laddr.ip in {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, (process.cmdline(), place)
+
+
+def test_stream_and_whole_answer_have_the_same_text(server: Server) -> None:
+    whole = server.complete(PROMPTS[0], 20).json()["choices"][0]["text"]
+    body = {"prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    streamed = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    assert streamed == whole and whole
+
+
+def test_refusals_come_in_the_envelope_and_the_next_request_works(server: Server) -> None:
+    for body, status, code in (
+        ({"model": "other", "prompt": "x"}, 404, "model_not_found"),
+        ({"prompt": ""}, 400, "invalid_request"),
+        ({"prompt": [1] * 600}, 400, "context_length_exceeded"),
+        ({"prompt": [100000]}, 400, "token_out_of_vocabulary"),
+    ):
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert server.complete(PROMPTS[0], 2).status_code == 200
+
+
+def test_client_that_leaves_stops_its_sequence(server: Server) -> None:
+    def pairs() -> int:
+        return sum(group["stats"]["pairs"] for group in server.status()["groups"])
+
+    body = {"prompt": PROMPTS[1], "max_tokens": 400, "temperature": 1.5, "stream": True, "seed": 3}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    time.sleep(1.5)
+    before = pairs()
+    time.sleep(2)
+    assert pairs() == before
+
+
+def test_group_killed_under_load_is_replaced_and_the_texts_are_right(server: Server) -> None:
+    wanted = texts(server, 400)
+    victim = server.status()["groups"][0]
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(texts, server, 400)
+        time.sleep(0.5)
+        os.kill(victim["pid"], signal.SIGKILL)
+        assert not load.done()
+        assert load.result() == wanted
+    status = eventually(lambda: (s := server.status())["epoch"] == 2 and s)
+    assert [group["name"][-4:] for group in status["groups"]] == ["g0r1", "g1r0"]
+    assert status["problems"] == []
+    assert texts(server, 20) == [
+        text[: len(short)] for text, short in zip(wanted, texts(server, 20), strict=True)
+    ]
+
+
+def test_controller_killed_is_started_anew_and_adopts_the_groups(server: Server) -> None:
+    before = server.status()
+    os.kill(before["controller_pid"], signal.SIGKILL)
+    assert server.complete(PROMPTS[0], 20).status_code == 200
+    after = eventually(lambda: (s := server.status()).get("controller_pid") and len(s["groups"]) == 2 and s)
+    assert after["controller_pid"] != before["controller_pid"]
+    assert [g["pid"] for g in after["groups"]] == [g["pid"] for g in before["groups"]]
+    # Above what the routers had, and they use it.
+    eventually(lambda: {r["acked_epoch"] for r in server.status()["routers"]} == {before["epoch"] + 1})
+
+
+def test_engine_killed_is_replaced_with_its_router(server: Server) -> None:
+    wanted = texts(server, 20)
+    victim = server.engines()[0]
+    victim.kill()
+    eventually(lambda: len([p for p in server.engines() if p.pid != victim.pid]) == 2)
+    eventually(lambda: len(server.status()["routers"]) >= 2)
+    eventually(lambda: {server.complete(p, 2).status_code for p in PROMPTS} == {200})
+    assert texts(server, 20) == wanted
+
+
+def test_sigterm_to_the_server_alone_leaves_nothing(tmp_path: Path) -> None:
+    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
+    server = Server.serve(tmp_path, model)
+    family = server.family()
+    os.kill(server.process.pid, signal.SIGTERM)
+    assert server.process.wait(timeout=60) == 0, server.log.read_text()
+    assert left_over(family) == []
+
+
+def test_killed_server_leaves_no_process(tmp_path: Path) -> None:
+    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
+    server = Server.serve(tmp_path, model)
+    family = server.family()
+    os.kill(server.process.pid, signal.SIGKILL)
+    assert left_over(family, within_s=30) == []
+    assert not server.status()["running"]

@@ -10,7 +10,6 @@ Each figure is the median over rounds of the ratio within a round. All three mus
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 import subprocess
@@ -122,9 +121,11 @@ def control(router: Any, experts: RunExperts) -> float:
     return round(statistics.median(a / b for a, b in zip(times["slow"], times["fast"], strict=True)), 3)
 
 
-def prompts(sequences: int, length: int) -> Tensor:
+def prompts(model: Any, sequences: int, length: int) -> Tensor:
     """The same random tokens everywhere, [sequences, length]."""
-    return torch.randint(5, 250, (sequences, length), generator=torch.Generator().manual_seed(length))
+    return torch.randint(
+        5, model.config.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(length)
+    )
 
 
 class Packed:
@@ -133,7 +134,7 @@ class Packed:
     def __init__(self, router: Any, experts: RunExperts, sequences: int, rows: int) -> None:
         self._router, self._experts, self._rows = router, experts, rows
         self._caches = [SequenceCache() for _ in range(sequences)]
-        self._tokens = prompts(sequences, CONTEXT + rows).tolist()
+        self._tokens = prompts(router, sequences, CONTEXT + rows).tolist()
         if rows == 1:
             for cache, tokens in zip(self._caches, self._tokens, strict=True):
                 forward(router, [Part(cache, tokens[:-1], False)], experts)
@@ -151,7 +152,7 @@ class Library:
 
     def __init__(self, model: Any, sequences: int, rows: int) -> None:
         self._model, self._rows = model, rows
-        self._tokens = prompts(sequences, CONTEXT + rows)
+        self._tokens = prompts(model, sequences, CONTEXT + rows)
         self._cache = DynamicCache(config=model.config)
         if rows == 1:
             with torch.inference_mode():
@@ -235,8 +236,14 @@ def expert_groups(path: Path, loader: ExpertLoader, hello: Hello) -> Iterator[Di
 
 
 def check_equal(logits: dict[str, Tensor], case: str) -> None:
-    """Refuse to measure ways that don't compute the same."""
-    for (a, one), (b, other) in itertools.combinations(logits.items(), 2):
-        worst = (one - other).abs().max().item()
-        if worst > 1e-4:
-            raise RuntimeError(f"{case}: the logits of {a} and {b} differ by {worst:.2e}")
+    """Refuse to measure ways that don't compute the same.
+
+    Ours must agree to the bit. The library's attention rounds otherwise, which can flip a gate's near tie in
+    some sequence; so the median sequence is held to 1e-4 and each to a tenth of the logits' spread.
+    """
+    if not torch.equal(logits["groups"], logits["inprocess"]):
+        raise RuntimeError(f"{case}: two expert groups and one process give different bits")
+    difference = (logits["groups"] - logits["transformers"]).abs().amax(dim=1)
+    spread = logits["transformers"].std().item()
+    if difference.median() > 1e-4 or difference.max() > 0.1 * spread:
+        raise RuntimeError(f"{case}: logits differ from the library's by {difference.max():.2e}")

@@ -51,8 +51,13 @@ def test_dispatch_measures_all_cases_in_three_ways_that_agree(tiny_folder):
 
 
 def test_ways_that_compute_different_things_are_not_compared():
-    with pytest.raises(RuntimeError, match="the logits of a and b differ"):
-        check_equal({"a": torch.zeros(2), "b": torch.ones(2)}, "decode_1")
+    same = torch.randn(3, 50)
+    ways = {"groups": same, "inprocess": same.clone(), "transformers": same + 1e-6}
+    check_equal(ways, "decode_1")
+    with pytest.raises(RuntimeError, match="decode_1: two expert groups and one process"):
+        check_equal(ways | {"inprocess": same + 1e-7}, "decode_1")
+    with pytest.raises(RuntimeError, match="decode_1: logits differ from the library's"):
+        check_equal(ways | {"transformers": same + 1e-2}, "decode_1")
 
 
 def test_the_command_runs_as_a_module():

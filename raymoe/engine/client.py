@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +20,10 @@ from raymoe.errors import EngineError, RaymoeError
 from raymoe.policy.layout import Layout
 
 STOP_TIMEOUT_S = 5.0
+LOAD_TIMEOUT_S = 1800.0
+"""The model may still be loading, or the step under way be long."""
+
+log = logging.getLogger(__name__)
 
 
 class EngineClient:
@@ -57,18 +62,20 @@ class EngineClient:
         client._send(**config.to_wire())
         return client
 
-    async def set_layout(self, layout: Layout) -> None:
-        """Have the engine use `layout`; returns once it does."""
-        self._send(kind="layout", layout=layout.to_wire())
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._acked >= layout.epoch or self.failure)
-        self._raise_failure()
+    async def set_layout(self, layout: Layout, timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        """Have the engine use `layout`; returns once it does, which is between two steps.
 
-    async def wait_ready(self) -> dict[str, Any]:
-        """Wait until the engine serves; returns `ready`."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.ready is not None or self.failure)
+        Raises:
+            TimeoutError: it does not by then.
+            RaymoeError: the engine process has ended.
+        """
         self._raise_failure()
+        self._send(kind="layout", layout=layout.to_wire())
+        await self._until(lambda: self._acked >= layout.epoch, timeout_s)
+
+    async def wait_ready(self, timeout_s: float = LOAD_TIMEOUT_S) -> dict[str, Any]:
+        """Wait until the engine serves; returns `ready`. Raises as `set_layout`."""
+        await self._until(lambda: self.ready is not None, timeout_s)
         return self.ready or {}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -124,6 +131,11 @@ class EngineClient:
     def _send(self, **message: Any) -> None:
         self._out.put_nowait(frame(message))
 
+    async def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s), self._changed:
+            await self._changed.wait_for(lambda: condition() or self.failure is not None)
+        self._raise_failure()
+
     def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
@@ -136,15 +148,19 @@ class EngineClient:
 
     async def _read(self) -> None:
         loop, unframer = asyncio.get_running_loop(), Unframer()
-        reason: RaymoeError = EngineError("the engine process ended")
+        reason: RaymoeError | None = None
         try:
             while data := await loop.sock_recv(self._sock, 1 << 20):
                 for message in unframer.feed(data):
                     await self._on_message(message)
         except OSError as error:
-            reason = EngineError(f"the engine process is gone: {error}")
+            log.warning("engine process %d: %s", self.process.pid, error)
         except RaymoeError as error:
             reason = error
+        if reason is None:
+            # Its end of the socket closes just before it can be waited for.
+            code = await asyncio.to_thread(self._exit_code)
+            reason = EngineError(f"the engine process ended with exit code {code}")
         self.failure = reason
         for queue in self._requests.values():
             queue.put_nowait(reason)
@@ -153,6 +169,11 @@ class EngineClient:
                 future.set_exception(reason)
         async with self._changed:
             self._changed.notify_all()
+
+    def _exit_code(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self.process.wait(STOP_TIMEOUT_S)
+        return None
 
     async def _on_message(self, message: dict[str, Any]) -> None:
         kind = message["kind"]

@@ -13,7 +13,15 @@ from transformers import PreTrainedModel
 from raymoe.engine.messages import GenerateChunk, GenerateRequest
 from raymoe.engine.scheduler import Chunk, Limits, Scheduler
 from raymoe.engine.sequence import Sequence
-from raymoe.errors import DeadlineError, EngineError, ExpertUnavailableError, RaymoeError, RequestError
+from raymoe.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineError,
+    ExpertUnavailableError,
+    RaymoeError,
+    RequestError,
+    VocabularyError,
+)
 from raymoe.model.cache import SequenceCache
 from raymoe.model.forward import Part, forward
 from raymoe.model.sampler import sample
@@ -64,6 +72,8 @@ class Engine:
     ) -> None:
         self._model, self._experts, self._clock = model, experts, clock
         self._replace_timeout_s = replace_timeout_s
+        config = model.config.get_text_config()
+        self._vocab_size, self._max_context = config.vocab_size, config.max_position_embeddings
         self._scheduler = Scheduler(limits)
         self._sequences: dict[str, Sequence] = {}
         self.blocked: ExpertUnavailableError | None = None
@@ -87,13 +97,22 @@ class Engine:
 
         Raises:
             OverloadedError, ContextLengthError: as `Scheduler.add`.
+            ContextLengthError, VocabularyError: the model can't take it.
             RequestError: the prompt is empty, no token is asked for, or the id is in use.
         """
         if not request.prompt_ids or request.max_tokens < 1:
             raise RequestError("a sequence needs at least one prompt token and one new token", "prompt")
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id} is in use", "request_id")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocab_size:
+            raise VocabularyError(f"a token id lies outside 0..{self._vocab_size - 1}", "prompt")
         sequence = Sequence(request, self._clock())
+        if sequence.final_length > self._max_context:
+            raise ContextLengthError(
+                f"{sequence.prompt_length} prompt tokens and {request.max_tokens} new ones exceed the model's"
+                f" context of {self._max_context} tokens",
+                "prompt",
+            )
         self._scheduler.add(sequence)
         self._sequences[sequence.id] = sequence
         self._stats["prompt_tokens"] += sequence.prompt_length
@@ -181,10 +200,15 @@ class Engine:
 
     def _expire(self, now: float) -> list[Event]:
         late = [sequence for sequence in self._sequences.values() if sequence.deadline_s <= now]
-        return [
-            self._end(sequence, DeadlineError(f"not done after {sequence.request.deadline_s:g} s"))
-            for sequence in late
-        ]
+        return [self._end(sequence, self._lateness(sequence)) for sequence in late]
+
+    def _lateness(self, sequence: Sequence) -> RaymoeError:
+        if self.blocked is not None and sequence.waiting_since_s is not None:
+            return self.blocked
+        return DeadlineError(
+            f"{sequence.generated} of at most {sequence.request.max_tokens} tokens were done after"
+            f" {sequence.request.deadline_s:g} s"
+        )
 
     def _on_unavailable(self, chunks: list[Chunk], error: ExpertUnavailableError) -> list[Event]:
         if self.blocked is None:

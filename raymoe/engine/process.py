@@ -24,11 +24,12 @@ from raymoe.dispatch.dispatcher import Dispatcher
 from raymoe.engine.loop import Engine, kv_bytes_per_token
 from raymoe.engine.scheduler import Limits
 from raymoe.engine.wire import Unframer, error_to_wire, event_to_wire, frame, request_from_wire
-from raymoe.errors import EngineError, ExpertUnavailableError, RaymoeError
+from raymoe.errors import EngineError, ExpertUnavailableError, MemoryLimitError, RaymoeError
 from raymoe.lanes.hello import Hello
 from raymoe.lanes.shm import connect
 from raymoe.model.attention import NAME as ATTENTION
 from raymoe.model.attention import check_attention
+from raymoe.model.cache import FIRST_CAPACITY
 from raymoe.model.context import run_experts
 from raymoe.policy.layout import GroupPlace, Layout
 
@@ -173,11 +174,15 @@ class Process:
         config = self._config
         limits = Limits(
             step_tokens=config.step_tokens,
-            # With fewer rows than sequences in a step, the last ones would never get a turn.
-            max_sequences=min(config.max_sequences, config.step_tokens),
+            max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
             kv_tokens=config.kv_bytes // per_token,
         )
+        if limits.kv_tokens < FIRST_CAPACITY:
+            raise MemoryLimitError(
+                f"router.kv_bytes = {config.kv_bytes} holds {limits.kv_tokens} tokens of {per_token} bytes;"
+                f" set it to at least {FIRST_CAPACITY * per_token}"
+            )
         self._engine = Engine(self._model, self._experts, limits, replace_timeout_s=config.replace_timeout_s)
         self._channel.send(kind="ready", kv_tokens=limits.kv_tokens, kv_bytes_per_token=per_token)
 
@@ -204,11 +209,11 @@ def main(fd: int) -> None:
     while not messages:
         messages = channel.receive(None)
     try:
-        process = Process(channel, EngineConfig(**messages[0]))
+        Process(channel, EngineConfig(**messages[0])).run()
     except RaymoeError as error:
+        log.exception("the engine ends")
         channel.send(kind="failed", error=error_to_wire(error))
-        return
-    process.run()
+        sys.exit(1)
 
 
 if __name__ == "__main__":

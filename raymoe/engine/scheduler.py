@@ -48,6 +48,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
+        # With fewer rows than sequences in a step, the last ones would never get a turn.
+        self._places = min(limits.max_sequences, limits.step_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
@@ -62,7 +64,7 @@ class Scheduler:
                 f"{sequence.prompt_length} prompt tokens and {sequence.request.max_tokens} new ones need room for"
                 f" {needed} tokens in the KV cache, which holds {self.limits.kv_tokens}"
             )
-        free = self.limits.max_sequences - len(self.running)
+        free = self._places - len(self.running)
         if len(self.waiting) >= self.limits.max_waiting + max(free, 0):
             raise OverloadedError(f"{len(self.waiting)} requests are waiting; try again later")
         self.waiting.append(sequence)
@@ -97,7 +99,7 @@ class Scheduler:
         for sequence in list(self.running):
             if not sequence.decoding and budget and sequence in self.running:
                 budget -= self._prefill(sequence, budget, chunks)
-        while budget and self.waiting and len(self.running) < self.limits.max_sequences:
+        while budget and self.waiting and len(self.running) < self._places:
             sequence = self.waiting[0]
             if not self._fits(sequence, sequence.pending):
                 break

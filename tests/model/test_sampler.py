@@ -1,0 +1,98 @@
+"""Which token is drawn, how often, and from what."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.engine.messages import SamplingParams
+from raymoe.model import sampler
+from raymoe.model.sampler import sample, uniform
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, -2.0])
+
+
+def draws(params: SamplingParams, count: int = 3000, logits: torch.Tensor = LOGITS) -> Counter[int]:
+    return Counter(sample(logits.repeat(count, 1), [(params, position) for position in range(count)]))
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert sample(LOGITS[None], [(SamplingParams(temperature=0), 5)]) == [4]
+    assert sample(LOGITS[None], [(SamplingParams(temperature=1, top_k=1), 5)]) == [4]
+
+
+@given(st.floats(1e-300, 1e-3), st.integers(0, 50))
+@settings(max_examples=50, deadline=None)
+def test_a_tiny_temperature_is_greedy(temperature: float, position: int) -> None:
+    assert sample(LOGITS[None], [(SamplingParams(temperature=temperature), position)]) == [4]
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    params = [SamplingParams(seed=seed) for seed in (0, 1, -1, 2**63, 2**64 - 2)]
+    rows = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
+    batch = sample(rows, [(p, 7) for p in params])
+    alone = [sample(rows[i : i + 1], [(p, 7)])[0] for i, p in enumerate(params)]
+    assert batch == alone
+    assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+    expected = torch.softmax(LOGITS.double() / temperature, 0)
+    seen = draws(SamplingParams(temperature=temperature))
+    for token, share in enumerate(expected.tolist()):
+        # Five standard deviations of a binomial count.
+        assert abs(seen[token] - 3000 * share) < 5 * (3000 * share * (1 - share)) ** 0.5 + 1
+
+
+def test_top_k_leaves_the_k_largest() -> None:
+    assert set(draws(SamplingParams(temperature=5, top_k=3))) == {4, 0, 1}
+    assert set(draws(SamplingParams(temperature=5, top_k=100))) == set(range(6))
+
+
+def test_top_p_leaves_the_smallest_set_that_reaches_it() -> None:
+    mass = torch.softmax(LOGITS.double(), 0).sort(descending=True).values.cumsum(0)
+    order = [4, 0, 1, 2, 3, 5]
+    for size in range(1, 6):
+        top_p = float(mass[size - 1]) - 1e-9
+        assert set(draws(SamplingParams(top_p=top_p), 6000)) <= set(order[:size])
+        assert set(draws(SamplingParams(top_p=min(top_p + 1e-6, 1.0)), 6000)) <= set(order[: size + 1])
+    assert set(draws(SamplingParams(top_p=1e-9))) == {4}
+
+
+def test_top_p_counts_what_top_k_has_left() -> None:
+    # Of tokens 4 and 0 alone, 4 has 0.73 of the mass; of all tokens only 0.63.
+    assert set(draws(SamplingParams(top_k=2, top_p=0.7))) == {4}
+    assert set(draws(SamplingParams(top_p=0.7))) == {4, 0}
+
+
+def test_a_flat_distribution_needs_more_than_the_few_largest() -> None:
+    flat = torch.randn(2 * sampler._FEW, generator=torch.Generator().manual_seed(1)) * 1e-3
+    seen = draws(SamplingParams(top_p=0.9), 2000, flat)
+    allowed = set(flat.sort(descending=True).indices[: int(0.91 * len(flat))].tolist())
+    assert len(seen) > sampler._FEW
+    assert set(seen) <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_only_the_row_that_is_not_finite_fails(dtype: torch.dtype) -> None:
+    rows = LOGITS.repeat(5, 1)
+    rows[1, 2] = float("nan")
+    rows[2] = float("-inf")
+    rows[3, 0] = float("inf")
+    for params in (SamplingParams(temperature=0), SamplingParams(top_p=1e-9)):
+        assert sample(rows.to(dtype), [(params, 0)] * 5) == [4, None, None, None, 4]
+
+
+def test_a_masked_token_is_never_drawn() -> None:
+    logits = LOGITS.clone()
+    logits[4] = float("-inf")
+    assert 4 not in draws(SamplingParams(temperature=50), logits=logits)
+
+
+def test_nothing_to_sample_is_nothing() -> None:
+    assert sample(torch.empty(0, 6), []) == []

@@ -224,8 +224,8 @@ def expert_groups(path: Path, loader: ExpertLoader, hello: Hello) -> Iterator[Di
 
         dispatcher = Dispatcher(open_lane, silence_s=30)
         dispatcher.set_layout(even_layout(0, places, experts))
-        yield dispatcher
-        dispatcher.close()
+        with contextlib.closing(dispatcher):
+            yield dispatcher
     finally:
         for process in processes:
             if process.stdin:
@@ -238,12 +238,12 @@ def expert_groups(path: Path, loader: ExpertLoader, hello: Hello) -> Iterator[Di
 def check_equal(logits: dict[str, Tensor], case: str) -> None:
     """Refuse to measure ways that don't compute the same.
 
-    Ours must agree to the bit. The library's attention rounds otherwise, which can flip a gate's near tie in
-    some sequence; so the median sequence is held to 1e-4 and each to a tenth of the logits' spread.
+    Ours use the same kernels, but other numbers of threads, which may round otherwise. The library's attention
+    does so too, and that can flip a gate's near tie in some sequence: so the median sequence is held to 1e-4
+    and each to a tenth of the logits' spread.
     """
-    if not torch.equal(logits["groups"], logits["inprocess"]):
-        raise RuntimeError(f"{case}: two expert groups and one process give different bits")
-    difference = (logits["groups"] - logits["transformers"]).abs().amax(dim=1)
     spread = logits["transformers"].std().item()
-    if difference.median() > 1e-4 or difference.max() > 0.1 * spread:
-        raise RuntimeError(f"{case}: logits differ from the library's by {difference.max():.2e}")
+    for a, b in RATIOS.values():
+        difference = (logits[a] - logits[b]).abs().amax(dim=1)
+        if difference.median() > 1e-4 or difference.max() > 0.1 * spread:
+            raise RuntimeError(f"{case}: the logits of {a} and {b} differ by {difference.max():.2e}")

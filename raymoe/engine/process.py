@@ -70,6 +70,14 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._unframer = sock, Unframer()
+        self._kept: list[dict[str, Any]] = []
+
+    def first(self) -> dict[str, Any]:
+        """Wait for the first message, and keep for `receive` what came with it."""
+        while not (messages := self.receive(None)):
+            pass
+        self._kept = messages[1:]
+        return messages[0]
 
     def send(self, **message: Any) -> None:
         """Send one message; the replica reads all the time."""
@@ -77,6 +85,9 @@ class Channel:
 
     def receive(self, timeout_s: float | None) -> list[dict[str, Any]]:
         """What has arrived, after at most `timeout_s` (None = as long as it takes). Ends the process at EOF."""
+        if self._kept:
+            kept, self._kept = self._kept, []
+            return kept
         ready, _, _ = select.select([self._sock], [], [], timeout_s)
         if not ready:
             return []
@@ -205,11 +216,8 @@ def main(fd: int) -> None:
     sock = socket.socket(fileno=fd)
     threading.Thread(target=_watch, args=(sock,), daemon=True).start()
     channel = Channel(sock)
-    messages: list[dict[str, Any]] = []
-    while not messages:
-        messages = channel.receive(None)
     try:
-        Process(channel, EngineConfig(**messages[0])).run()
+        Process(channel, EngineConfig(**channel.first())).run()
     except RaymoeError as error:
         log.exception("the engine ends")
         channel.send(kind="failed", error=error_to_wire(error))

@@ -1,0 +1,154 @@
+"""What a step computes, by counting alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raymoe.engine.messages import GenerateRequest
+from raymoe.engine.scheduler import Chunk, Limits, Scheduler
+from raymoe.engine.sequence import Sequence
+from raymoe.errors import ContextLengthError, OverloadedError
+
+
+def scheduler(step_tokens=64, max_sequences=8, max_waiting=100, kv_tokens=4096) -> Scheduler:
+    return Scheduler(Limits(step_tokens, max_sequences, max_waiting, kv_tokens))
+
+
+def sequence(name: object, prompt: int, tokens: int = 4) -> Sequence:
+    return Sequence(GenerateRequest(str(name), (1,) * prompt, tokens), 0.0)
+
+
+def run(planner: Scheduler, chunks: list[Chunk]) -> list[Sequence]:
+    """Do what a step does to the books; returns who has ended."""
+    sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+    for chunk in chunks:
+        chunk.sequence.cache.advance(chunk.rows)
+    ended = []
+    for one in sampled:
+        one.tokens.append(1)
+        if one.generated == one.request.max_tokens:
+            planner.remove(one)
+            ended.append(one)
+    return ended
+
+
+def plan(planner: Scheduler) -> list[tuple[str, int]]:
+    """One step's (name, rows), and its effect."""
+    chunks = planner.schedule()
+    named = [(chunk.sequence.id, chunk.rows) for chunk in chunks]
+    run(planner, chunks)
+    return named
+
+
+def test_decodes_come_first_then_prefills_share_the_budget_oldest_first() -> None:
+    planner = scheduler(step_tokens=10)
+    planner.add(sequence("a", 4))
+    assert plan(planner) == [("a", 4)]
+    planner.add(sequence("b", 25))
+    planner.add(sequence("c", 3))
+    assert plan(planner) == [("a", 1), ("b", 9)]
+    assert plan(planner) == [("a", 1), ("b", 9)]
+    # a is done; b's last 7 and c's prompt fit one step.
+    assert plan(planner) == [("a", 1), ("b", 7), ("c", 2)]
+    assert plan(planner) == [("b", 1), ("c", 1)]
+
+
+def test_only_the_chunk_with_the_last_known_token_samples() -> None:
+    planner = scheduler(step_tokens=10)
+    planner.add(sequence("a", 15))
+    first = planner.schedule()
+    assert [chunk.samples for chunk in first] == [False]
+    run(planner, first)
+    assert [chunk.samples for chunk in planner.schedule()] == [True]
+
+
+def test_no_more_run_than_a_step_has_rows() -> None:
+    planner = scheduler(step_tokens=3, max_sequences=8)
+    for name in range(6):
+        planner.add(sequence(name, 1, 50))
+    for _ in range(10):
+        assert len(plan(planner)) <= 3
+    assert [one.generated for one in planner.running] == [10, 10, 10]
+
+
+def test_the_youngest_gives_way_and_comes_back_first_and_computes_all_its_tokens_again() -> None:
+    planner = scheduler(kv_tokens=128)
+    old, young, late = sequence("old", 60, 40), sequence("young", 58, 40), sequence("late", 1, 1)
+    for one in (old, young, late):
+        planner.add(one)
+    while not planner.preemptions:
+        run(planner, planner.schedule())
+    assert list(planner.waiting) == [young, late]
+    assert (young.cache.length, young.cache.capacity) == (0, 0)
+    known = len(young.tokens)
+    while young.cache.length == 0:
+        chunks = planner.schedule()
+        run(planner, chunks)
+    assert chunks[0] == Chunk(young, known)
+    assert old.generated == 40
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+    planner = scheduler(kv_tokens=128)
+    with pytest.raises(ContextLengthError, match=r"100 prompt tokens and 30 new ones .*192.*128"):
+        planner.add(sequence("a", 100, 30))
+    planner.add(sequence("b", 100, 29))
+
+
+def test_a_full_queue_refuses() -> None:
+    planner = scheduler(max_sequences=2, max_waiting=1)
+    for name in range(3):
+        planner.add(sequence(name, 5))
+    with pytest.raises(OverloadedError):
+        planner.add(sequence("more", 5))
+    planner.schedule()
+    with pytest.raises(OverloadedError):
+        planner.add(sequence("more", 5))
+    planner.remove(planner.running[0])
+    planner.add(sequence("more", 5))
+
+
+def test_a_removed_sequence_leaves_nothing() -> None:
+    planner = scheduler()
+    one, two = sequence("one", 5), sequence("two", 5)
+    planner.add(one)
+    planner.schedule()
+    planner.add(two)
+    for gone in (one, two, two):
+        planner.remove(gone)
+    assert planner.kv_tokens == 0
+    assert planner.schedule() == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=20),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.sampled_from([256, 320, 512, 2048]),
+)
+@settings(max_examples=150, deadline=None)
+def test_all_end_whatever_comes_when(requests, step_tokens, max_sequences, kv_tokens) -> None:
+    planner = scheduler(step_tokens, max_sequences, 100, kv_tokens)
+    arrivals = sorted((when, n, prompt, tokens) for n, (prompt, tokens, when) in enumerate(requests))
+    ended: list[Sequence] = []
+    for step in range(100_000):
+        while arrivals and arrivals[0][0] <= step:
+            _, n, prompt, tokens = arrivals.pop(0)
+            planner.add(sequence(n, prompt, tokens))
+        chunks = planner.schedule()
+        assert sum(chunk.rows for chunk in chunks) <= step_tokens
+        assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
+        assert len(planner.running) <= max_sequences
+        assert planner.kv_tokens <= kv_tokens
+        assert chunks or not (planner.running or planner.waiting)
+        for chunk in chunks:
+            assert chunk.sequence.cache.capacity >= chunk.sequence.cache.length + chunk.rows
+        decoding = [chunk.sequence.decoding for chunk in chunks]
+        assert decoding == sorted(decoding, reverse=True)
+        ended += run(planner, chunks)
+        if not arrivals and not planner.running and not planner.waiting:
+            break
+    assert len(ended) == len(requests)
+    assert all(one.cache.capacity == 0 for one in ended)

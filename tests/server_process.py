@@ -17,6 +17,7 @@ import psutil
 
 from raymoe.actors.ports import free_port
 
+ROOT = Path(__file__).parents[1]
 RAYMOE = [sys.executable, "-m", "raymoe.cli"]
 
 

@@ -59,7 +59,10 @@ def down(app: str, address: str | None) -> str:
             os.kill(record.pid, signal.SIGTERM)
             _wait_for_end(record)
             done = f"stopped {app} (process {record.pid})"
-        elif not record.private and address is None:
+        elif record.private:
+            ended = state.end_processes(record.processes)
+            done = f"{app} had ended without cleaning up; {ended} processes of its Ray were ended"
+        elif address is None:
             # Its process is gone, but its actors live on in the cluster.
             address = record.address
         record.remove()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import httpx
-import psutil
 
 from raymoe.actors import cluster, state
 from raymoe.actors.app import application
@@ -59,6 +58,7 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
             model=spec.model_name,
             logs=ray.logs,
             token=token,
+            processes=tuple(state.children()) if ray.private else (),
         )
         record.write()
         try:
@@ -76,10 +76,10 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
                 record.remove()
     finally:
         _ignore_signals()
-        children = psutil.Process().children(recursive=True)
+        ours = state.children()
         cluster.stop_ray()
         if address is None:
-            _end(children)
+            state.end_processes(ours, patience_s=CHILDREN_S)
 
 
 def wait_for_signal() -> None:
@@ -150,12 +150,3 @@ def _ignore_signals() -> None:
     """Stopping has deadlines of its own, and half of it would leave processes behind."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _end(processes: list[psutil.Process]) -> None:
-    """Wait for what a private Ray had started, and kill what does not end by itself."""
-    _, alive = psutil.wait_procs(processes, timeout=CHILDREN_S)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=CHILDREN_S)

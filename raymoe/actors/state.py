@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import psutil
 
 from raymoe.errors import ClusterError
 
+END_S = 10.0
+
 
 @dataclass(frozen=True)
 class ServerRecord:
     """A server that `raymoe serve` started.
 
-    `token` authenticates to its Ray, `private` says that this Ray ends with process `pid`, and `born` is that
-    process's start time in seconds, which tells it from a later one with the same number.
+    `token` authenticates to its Ray, and `private` says that this Ray ends with process `pid`; `processes` are
+    then those of Ray itself, some of which linger for a minute after a crash. `born` is a process's start time
+    in seconds, which tells it from a later one with the same number.
     """
 
     app: str
@@ -34,6 +38,7 @@ class ServerRecord:
     model: str
     logs: str
     token: str = field(default="", repr=False)
+    processes: tuple[tuple[int, float], ...] = ()
     started: float = field(default_factory=time.time)
 
     @property
@@ -68,10 +73,11 @@ def read(app: str) -> ServerRecord | None:
     """The record of an application's server, alive or not; None when there is none."""
     try:
         values: dict[str, Any] = json.loads((state_folder() / f"{app}.json").read_text(encoding="utf-8"))
+        values["processes"] = tuple((pid, born) for pid, born in values["processes"])
         return ServerRecord(**values)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise ClusterError(f"{state_folder()}/{app}.json can't be read: {error}; remove it") from error
 
 
@@ -80,6 +86,26 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
     if environ.get("XDG_RUNTIME_DIR"):
         return Path(environ["XDG_RUNTIME_DIR"]) / "raymoe"
     return Path(f"/tmp/raymoe-{os.getuid()}")
+
+
+def children() -> list[tuple[int, float]]:
+    """`pid` and `born` of every process below the calling one."""
+    return [(p.pid, _born(p.pid) or 0.0) for p in psutil.Process().children(recursive=True)]
+
+
+def end_processes(processes: Iterable[tuple[int, float]], patience_s: float = 0.0) -> int:
+    """Kill those that still live after `patience_s`; returns how many there were."""
+    found = []
+    for pid, born in processes:
+        if _born(pid) == born:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+    _, alive = psutil.wait_procs(found, timeout=patience_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=END_S)
+    return len(alive)
 
 
 def _born(pid: int) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 
-from tests.server_process import Server, left_over
+from raymoe.actors.ports import free_port
+from tests.server_process import ROOT, Server, left_over, raymoe
 from tests.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.server
@@ -141,19 +144,41 @@ def test_engine_killed_is_replaced_with_its_router(server: Server) -> None:
     assert texts(server, 20) == wanted
 
 
-def test_sigterm_to_the_server_alone_leaves_nothing(tmp_path: Path) -> None:
-    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
-    server = Server.serve(tmp_path, model)
-    family = server.family()
-    os.kill(server.process.pid, signal.SIGTERM)
-    assert server.process.wait(timeout=60) == 0, server.log.read_text()
-    assert left_over(family) == []
-
-
-def test_killed_server_leaves_no_process(tmp_path: Path) -> None:
+def test_after_a_killed_server_down_leaves_nothing(tmp_path: Path) -> None:
     model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
     server = Server.serve(tmp_path, model)
     family = server.family()
     os.kill(server.process.pid, signal.SIGKILL)
-    assert left_over(family, within_s=30) == []
+    server.process.wait()
     assert not server.status()["running"]
+    done = raymoe(tmp_path, "down")
+    assert done.returncode == 0, done.stderr
+    assert left_over(family) == []
+    assert not (tmp_path / "raymoe" / "raymoe.json").exists()
+
+
+def test_down_in_another_terminal_stops_the_server(tmp_path: Path) -> None:
+    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
+    server = Server.serve(tmp_path, model)
+    family = server.family()
+    assert "stopped raymoe" in raymoe(tmp_path, "down").stdout
+    assert server.process.wait(timeout=10) == 0, server.log.read_text()
+    assert left_over(family) == []
+
+
+def test_serve_run_with_the_file_of_deployments_serves(tmp_path: Path) -> None:
+    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
+    port = free_port("127.0.0.1")
+    config = yaml.safe_load((ROOT / "deployments" / "local.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"]["model"] = {"path": str(model)}
+    (tmp_path / "local.yaml").write_text(yaml.safe_dump(config))
+    serve_run = Path(sys.executable).with_name("serve")
+    server = Server(tmp_path, [str(serve_run), "run", str(tmp_path / "local.yaml")], port)
+    try:
+        server.wait_ready()
+        assert server.complete([1, 2, 3], 5).status_code == 200
+        family = server.family()
+    finally:
+        server.stop()
+    assert left_over(family, within_s=90) == []

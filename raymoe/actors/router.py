@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 
 from raymoe.actors.expert_group import thread_environment
-from raymoe.actors.link import ControllerLink, controller_status
+from raymoe.actors.link import ControllerLink, controller_status, start_controller
 from raymoe.actors.loopback import keep_replica_on_loopback
 from raymoe.actors.spec import Spec
 from raymoe.errors import ClusterError, EngineError
@@ -44,9 +44,10 @@ class Router:
         setup_logging(f"router {self._id}")
         keep_replica_on_loopback()
         self._spec = spec
+        # First of all the groups, so that they load while the engine does.
+        await asyncio.to_thread(start_controller, spec)
         from raymoe.engine.client import EngineClient
 
-        # Engine and groups load at the same time: the link starts the controller, which starts the groups.
         self._engine = await EngineClient.spawn(engine_config(spec, self._id))
         self._link = ControllerLink(spec, self._id, self._set_layout)
         self._following = asyncio.create_task(self._link.run())

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from raymoe.actors.ports import free_port
-from tests.server_process import ROOT, Server, left_over, raymoe
+from tests.server_process import RAYMOE, ROOT, Server, left_over, raymoe
 from tests.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.server
@@ -144,26 +144,33 @@ def test_engine_killed_is_replaced_with_its_router(server: Server) -> None:
     assert texts(server, 20) == wanted
 
 
+def start_loading(folder: Path) -> tuple[Server, list[psutil.Process]]:
+    """A server that has started Ray and now loads its model, and all its processes."""
+    model = tiny_checkpoint("mixtral", folder / "tiny-mixtral")
+    port = free_port("127.0.0.1")
+    server = Server(folder, [*RAYMOE, "serve", str(model), "--port", str(port)], port)
+    eventually((folder / "raymoe" / "raymoe.json").exists)
+    time.sleep(2)
+    assert server.process.poll() is None, server.log.read_text()
+    return server, server.family()
+
+
+def test_down_in_another_terminal_stops_a_server_that_still_loads(tmp_path: Path) -> None:
+    server, family = start_loading(tmp_path)
+    assert "stopped raymoe" in raymoe(tmp_path, "down").stdout
+    assert server.process.wait(timeout=10) == 0, server.log.read_text()
+    assert left_over(family) == []
+
+
 def test_after_a_killed_server_down_leaves_nothing(tmp_path: Path) -> None:
-    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
-    server = Server.serve(tmp_path, model)
-    family = server.family()
+    server, family = start_loading(tmp_path)
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait()
     assert not server.status()["running"]
     done = raymoe(tmp_path, "down")
     assert done.returncode == 0, done.stderr
-    assert left_over(family) == []
+    assert left_over(family, within_s=30) == []
     assert not (tmp_path / "raymoe" / "raymoe.json").exists()
-
-
-def test_down_in_another_terminal_stops_the_server(tmp_path: Path) -> None:
-    model = tiny_checkpoint("mixtral", tmp_path / "tiny-mixtral")
-    server = Server.serve(tmp_path, model)
-    family = server.family()
-    assert "stopped raymoe" in raymoe(tmp_path, "down").stdout
-    assert server.process.wait(timeout=10) == 0, server.log.read_text()
-    assert left_over(family) == []
 
 
 def test_serve_run_with_the_file_of_deployments_serves(tmp_path: Path) -> None:

@@ -96,7 +96,15 @@ class Server:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
 
 
-def left_over(family: list[psutil.Process], within_s: float = 10.0) -> list[str]:
-    """Which of these processes are still alive after a while."""
-    _, alive = psutil.wait_procs(family, timeout=within_s)
-    return [" ".join(process.cmdline()) for process in alive if process.is_running()]
+def left_over(family: list[psutil.Process], within_s: float = 15.0) -> list[str]:
+    """Which of these processes still run after a while. A zombie is gone: nobody reaps it in a container."""
+    deadline = time.monotonic() + within_s
+    while True:
+        left = []
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(" ".join(process.cmdline()))
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)

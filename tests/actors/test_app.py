@@ -1,0 +1,63 @@
+"""Settings to a Serve application, without starting one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+
+from raymoe.actors.app import build_app, prepare
+from raymoe.config import Settings
+from raymoe.errors import ConfigError, MemoryLimitError
+from tests.server_process import ROOT
+
+LOCAL = ROOT / "deployments" / "local.yaml"
+
+
+def test_spec_says_what_all_parts_agree_on(tiny_folder: Callable[[str], Path]) -> None:
+    folder = tiny_folder("olmoe")
+    spec = prepare(Settings.build({"model": {"path": str(folder), "name": "small"}}))
+    assert (spec.path, spec.model_name, spec.dtype) == (str(folder.resolve()), "small", "float32")
+    assert spec.settings.model.name == "small"
+    assert spec.experts_per_layer == (8, 8, 8)
+    # gate, up and down of 8 experts in 3 layers, hidden 64, width 48, 4 bytes.
+    assert spec.expert_bytes == 3 * 8 * 3 * 64 * 48 * 4
+    again = prepare(Settings.build({"model": {"path": str(folder)}}))
+    assert again.generation != spec.generation and again.token != spec.token
+    assert spec.token not in repr(spec)
+
+
+def test_memory_is_checked_against_what_there_is(tiny_folder: Callable[[str], Path]) -> None:
+    settings = Settings.build({"model": {"path": str(tiny_folder("olmoe"))}})
+    with pytest.raises(MemoryLimitError, match="1 MiB are available"):
+        prepare(settings, available=1 << 20)
+    prepare(settings, available=0)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"grops": {}}, "unknown setting grops"),
+        ({"groups": {"cuont": 2}}, "accepted here: count"),
+        ({"server": {"port": 80}}, "http_options.port"),
+    ],
+)
+def test_serve_files_args_are_refused_by_name(args: dict[str, dict[str, int]], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        build_app(args)
+
+
+def test_local_yaml_has_no_key_that_serve_would_ignore() -> None:
+    config = yaml.safe_load(LOCAL.read_text())
+    ServeDeploySchema.model_validate(config)
+    assert set(config) <= set(ServeDeploySchema.model_fields)
+    assert set(config["http_options"]) <= set(HTTPOptionsSchema.model_fields)
+    for application in config["applications"]:
+        assert set(application) <= set(ServeApplicationSchema.model_fields)
+        for deployment in application.get("deployments", []):
+            assert set(deployment) <= set(DeploymentSchema.model_fields)
+        Settings.build(application["args"])
+    assert config["http_options"]["host"] == "127.0.0.1"

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.actors.spec import NAMESPACE, GroupName, Spec
 from raymoe.observe.log import setup_logging
+from raymoe.policy.threads import thread_environment
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -139,11 +139,6 @@ def start_group(
         .remote(spec, name)
     )
     return handle, place
-
-
-def thread_environment(threads: int) -> Mapping[str, str]:
-    """Thread pools sized on purpose, and asleep when idle: few cores are shared by many processes."""
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def remove_group(name: str) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
-from raymoe.actors.expert_group import thread_environment
 from raymoe.actors.link import ControllerLink, controller_status, start_controller
 from raymoe.actors.loopback import keep_replica_on_loopback
 from raymoe.actors.spec import Spec
 from raymoe.errors import ClusterError, EngineError
 from raymoe.observe.log import setup_logging
 from raymoe.policy.layout import Layout
+from raymoe.policy.threads import thread_environment
 
 if TYPE_CHECKING:
     from raymoe.config import Settings

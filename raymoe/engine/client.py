@@ -18,6 +18,7 @@ from raymoe.engine.process import EngineConfig
 from raymoe.engine.wire import Unframer, error_from_wire, event_from_wire, frame, request_to_wire
 from raymoe.errors import EngineError, RaymoeError
 from raymoe.policy.layout import Layout
+from raymoe.policy.threads import thread_environment
 
 STOP_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 1800.0
@@ -55,7 +56,8 @@ class EngineClient:
                 [sys.executable, "-m", "raymoe.engine.process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(config.threads),
+                # Ray sets OMP_NUM_THREADS for its workers by their CPU share; ours comes from the settings.
+                env={**os.environ, **thread_environment(config.threads)},
             )
         ours.setblocking(False)
         client = cls(process, ours)
@@ -196,8 +198,3 @@ class EngineClient:
                 elif kind == "ready":
                     self.ready = {k: v for k, v in message.items() if k != "kind"}
                 self._changed.notify_all()
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Ray sets OMP_NUM_THREADS for its workers by their CPU share; the engine's number comes from settings."""
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from raymoe.errors import ConfigError
@@ -44,7 +45,9 @@ class Layout:
         for layer, experts in enumerate(self.copies):
             for expert, copies in enumerate(experts):
                 if not copies:
-                    raise ConfigError(f"layout {self.epoch}: expert {expert} of MoE layer {layer} has no copy")
+                    raise ConfigError(
+                        f"layout {self.epoch}: expert {expert} of MoE layer {layer} has no copy"
+                    )
                 for copy in copies:
                     if copy.group not in known:
                         raise ConfigError(f"layout {self.epoch}: unknown expert group {copy.group}")
@@ -79,7 +82,7 @@ def even_slices(experts: int, groups: int) -> list[range]:
         )
     base, extra = divmod(experts, groups)
     starts = [i * base + min(i, extra) for i in range(groups + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def even_layout(epoch: int, groups: Sequence[GroupPlace], experts_per_layer: Sequence[int]) -> Layout:

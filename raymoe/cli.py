@@ -109,7 +109,7 @@ def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
         settings = settings.model_copy(
             update={"server": settings.server.model_copy(update={"port": port, "app": f"demo-{os.getpid()}"})}
         )
-    check_free(settings)
+    check_free(settings, private=address is None)
     # Before anything imports Ray, which reads its environment once.
     token = environment.set_private() if address is None else ""
     from raymoe.actors import demonstration

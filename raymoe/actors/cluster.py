@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayError
+from ray.serve.context import _get_global_client
 
 from raymoe.actors.expert_group import living_groups, remove_group
 from raymoe.actors.link import find_controller
@@ -83,6 +84,19 @@ def _versions() -> str:
     return f"Ray {ray.__version__}, Python {platform.python_version()}"
 
 
+def check_unused(app: str, address: str) -> None:
+    """Refuse when the application runs in this Ray already, lest one server replaces and removes another's.
+
+    Raises:
+        ClusterError: says how to stop it.
+    """
+    if find_controller(app) is not None:
+        raise ClusterError(
+            f"{app} runs in Ray at {address} already: stop it with `raymoe down --app {app} --address {address}`,"
+            " or set server.app to another name"
+        )
+
+
 def deploy(application: Application, app: str, host: str, port: int) -> None:
     """Start Serve where it doesn't run yet, and the application on it; returns once it is running.
 
@@ -91,9 +105,20 @@ def deploy(application: Application, app: str, host: str, port: int) -> None:
     """
     try:
         serve.start(http_options={"host": host, "port": port})
+        _check_listening(host, port)
         serve.run(application, name=app, route_prefix="/", logging_config={"enable_access_log": False})
     except (RuntimeError, RayError, ValueError) as error:
         raise ClusterError(f"the application {app} did not start: {_reason(app) or error}") from error
+
+
+def _check_listening(host: str, port: int) -> None:
+    """A Serve that ran before listens where it was told then; the port given now would be ignored."""
+    listening = _get_global_client().http_config
+    if (listening.host, listening.port) != (host, port):
+        raise ClusterError(
+            f"Serve listens on {listening.host}:{listening.port} in this Ray already:"
+            f" use --host {listening.host} --port {listening.port}, or end it with `serve shutdown`"
+        )
 
 
 def _reason(app: str) -> str:

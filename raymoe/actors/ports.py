@@ -11,8 +11,10 @@ from raymoe.errors import ClusterError
 CONNECT_S = 5.0
 
 
-def check_free(settings: Settings) -> None:
-    """Refuse before anything is loaded when the port or the application's name is taken.
+def check_free(settings: Settings, private: bool) -> None:
+    """Refuse before anything is loaded when the application's name or, for a private Ray, the port is taken.
+
+    A cluster's Serve may listen on the port already, and rightly.
 
     Raises:
         ClusterError: says by what.
@@ -24,6 +26,8 @@ def check_free(settings: Settings) -> None:
             f"{server.app} is running already (process {other.pid}, http://{other.host}:{other.port}):"
             " stop it with `raymoe down`, or set server.app to another name"
         )
+    if not private:
+        return
     family, _, _, _, where = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -44,6 +44,7 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
     try:
         say("starting Ray" if address is None else f"joining Ray at {address}")
         ray = cluster.start_private(_cpus(spec.settings)) if address is None else cluster.connect(address)
+        cluster.check_unused(server.app, ray.address)
         # Ray has put its own handler in place, which would leave our actors behind.
         _catch_signals()
         pid, born = state.this_process()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import ray
 
+from raymoe.actors.cluster import check_unused
 from raymoe.actors.expert_group import living_groups
 from raymoe.actors.link import find_controller, start_controller
 from raymoe.actors.spec import GroupName, Spec, controller_name
+from raymoe.errors import ClusterError
 from raymoe.policy.layout import Layout
 from tests.actors.stubs import StubbedController, group, make_spec
 
@@ -146,6 +148,13 @@ def test_controller_without_routers_removes_its_groups_and_leaves(start: Callabl
     assert living_groups("alone")
     eventually(lambda: not living_groups("alone"))
     eventually(lambda: find_controller("alone") is None)
+
+
+def test_application_that_runs_already_is_not_deployed_over(start: Callable[[Spec], Any]) -> None:
+    sync(start(make_spec("taken")))
+    with pytest.raises(ClusterError, match="raymoe down --app taken --address here:1"):
+        check_unused("taken", "here:1")
+    check_unused("other", "here:1")
 
 
 def test_names_are_read_back() -> None:

@@ -59,7 +59,6 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
             model=spec.model_name,
             logs=ray.logs,
             token=token,
-            processes=tuple(state.children()) if ray.private else (),
         )
         record.write()
         try:

@@ -23,9 +23,8 @@ END_S = 10.0
 class ServerRecord:
     """A server that `raymoe serve` started.
 
-    `token` authenticates to its Ray, and `private` says that this Ray ends with process `pid`; `processes` are
-    then those of Ray itself, some of which linger for a minute after a crash. `born` is a process's start time
-    in seconds, which tells it from a later one with the same number.
+    `token` authenticates to its Ray, `private` says that this Ray ends with process `pid`, and `born` is that
+    process's start time in seconds, which tells it from a later one with the same number.
     """
 
     app: str
@@ -38,7 +37,6 @@ class ServerRecord:
     model: str
     logs: str
     token: str = field(default="", repr=False)
-    processes: tuple[tuple[int, float], ...] = ()
     started: float = field(default_factory=time.time)
 
     @property
@@ -73,11 +71,10 @@ def read(app: str) -> ServerRecord | None:
     """The record of an application's server, alive or not; None when there is none."""
     try:
         values: dict[str, Any] = json.loads((state_folder() / f"{app}.json").read_text(encoding="utf-8"))
-        values["processes"] = tuple((pid, born) for pid, born in values["processes"])
         return ServerRecord(**values)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ClusterError(f"{state_folder()}/{app}.json can't be read: {error}; remove it") from error
 
 
@@ -91,6 +88,20 @@ def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def children() -> list[tuple[int, float]]:
     """`pid` and `born` of every process below the calling one."""
     return [(p.pid, _born(p.pid) or 0.0) for p in psutil.Process().children(recursive=True)]
+
+
+def processes_of(logs: str) -> list[tuple[int, float]]:
+    """Every process of the Ray session whose logs are in the folder `logs`, engines included.
+
+    They are known by the log files that they hold open: after a crash nothing else ties them together.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            files = Path(f"/proc/{process.pid}/fd").iterdir()
+            if any(os.readlink(file).startswith(f"{logs}/") for file in files):
+                found.append((process.pid, process.create_time()))
+    return found
 
 
 def end_processes(processes: Iterable[tuple[int, float]], patience_s: float = 0.0) -> int:

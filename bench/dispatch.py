@@ -68,7 +68,14 @@ def run_on(path: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any
     library = AutoModelForCausalLM.from_pretrained(path, experts_implementation="grouped_mm").eval()
     local = LocalExperts(loader)
     result: dict[str, Any] = {key: {} for key in RATIOS}
-    result |= {"ms": {}, "ratios": {}, "threads": THREADS, "groups": GROUPS, "rounds": rounds}
+    result |= {
+        "ms": {},
+        "ratios": {},
+        "imbalance": {},
+        "threads": THREADS,
+        "groups": GROUPS,
+        "rounds": rounds,
+    }
     with expert_groups(path, loader, hello) as dispatcher:
         for case, (sequences, rows) in CASES.items():
             steps: dict[str, Packed | Library] = {
@@ -76,6 +83,7 @@ def run_on(path: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any
                 "inprocess": Packed(router, local, sequences, rows),
                 "transformers": Library(library, sequences, rows),
             }
+            result["imbalance"][case] = imbalance(router, local, sequences, rows)
             check_equal({name: step.run() for name, step in steps.items()}, case)
             times = measure(steps, rounds if rows == 1 else max(rounds // 3, 2), 3 if rows == 1 else 1)
             for key, (over, under) in RATIOS.items():
@@ -119,6 +127,22 @@ def control(router: Any, experts: RunExperts) -> float:
 
     times = measure({"slow": Packed(router, slow, 8, 1), "fast": Packed(router, experts, 8, 1)}, 5, 2)
     return round(statistics.median(a / b for a, b in zip(times["slow"], times["fast"], strict=True)), 3)
+
+
+def imbalance(router: Any, experts: RunExperts, sequences: int, rows: int) -> float:
+    """Pairs of the busiest group over the mean, averaged over layers: what waiting for it costs at least."""
+    ratios = []
+
+    def count(layer: int, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        pairs_E = torch.bincount(ids.reshape(-1), minlength=router.config.num_experts).tolist()
+        loads = [sum(pairs_E[e] for e in part) for part in even_slices(len(pairs_E), GROUPS)]
+        ratios.append(max(loads) * GROUPS / sum(loads))
+        return experts(layer, hidden, ids, weights)
+
+    step = Packed(router, count, sequences, rows)
+    ratios.clear()
+    step.run()
+    return round(statistics.mean(ratios), 3)
 
 
 def prompts(model: Any, sequences: int, length: int) -> Tensor:
@@ -240,10 +264,10 @@ def check_equal(logits: dict[str, Tensor], case: str) -> None:
 
     Ours use the same kernels, but other numbers of threads, which may round otherwise. The library's attention
     does so too, and that can flip a gate's near tie in some sequence: so the median sequence is held to 1e-4
-    and each to a tenth of the logits' spread.
+    of the logits' spread and each to a tenth.
     """
     spread = logits["transformers"].std().item()
     for a, b in RATIOS.values():
         difference = (logits[a] - logits[b]).abs().amax(dim=1)
-        if difference.median() > 1e-4 or difference.max() > 0.1 * spread:
+        if difference.median() > 1e-4 * spread or difference.max() > 0.1 * spread:
             raise RuntimeError(f"{case}: the logits of {a} and {b} differ by {difference.max():.2e}")

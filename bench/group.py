@@ -5,13 +5,67 @@ It prints its address, serves until its standard input ends, and needs no Ray.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from raymoe.checkpoint.folder import Checkpoint
 from raymoe.checkpoint.slices import ExpertLoader
+from raymoe.dispatch.dispatcher import Dispatcher
 from raymoe.experts.group import ExpertGroup
 from raymoe.experts.serve import GroupServer
 from raymoe.lanes.hello import Hello
+from raymoe.lanes.shm import connect
+from raymoe.policy.layout import GroupPlace, even_layout, even_slices
+from raymoe.policy.threads import thread_environment
+
+GROUPS = 2
+TOKEN = "bench"
+
+
+@contextlib.contextmanager
+def expert_groups(path: Path, loader: ExpertLoader, hello: Hello) -> Iterator[Dispatcher]:
+    """Two expert groups in processes of their own, and a dispatcher connected to them."""
+    experts = [layer.experts for layer in loader.model.layers]
+    slices = even_slices(experts[0], GROUPS)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.group", str(path), f"g{n}", str(part.start), str(part.stop), TOKEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **thread_environment(1)},
+        )
+        for n, part in enumerate(slices)
+    ]
+    try:
+        places = []
+        for n, process in enumerate(processes):
+            address = process.stdout.readline().strip() if process.stdout else ""
+            if not address:
+                raise RuntimeError(f"expert group g{n} did not start")
+            places.append(GroupPlace(f"g{n}", address))
+
+        def open_lane(place: GroupPlace) -> Any:
+            return connect(
+                place.name, place.address, hello, ring_bytes=64 << 20, router="bench", timeout_s=10
+            )
+
+        dispatcher = Dispatcher(open_lane, silence_s=30)
+        dispatcher.set_layout(even_layout(0, places, experts))
+        with contextlib.closing(dispatcher):
+            yield dispatcher
+    finally:
+        for process in processes:
+            if process.stdin:
+                process.stdin.close()
+            process.wait(timeout=30)
+            if process.stdout:
+                process.stdout.close()
 
 
 def main(path: str, name: str, first: str, last: str, token: str) -> None:

@@ -21,8 +21,7 @@ from raymoe.policy.threads import thread_environment
 
 if TYPE_CHECKING:
     from raymoe.config import Settings
-    from raymoe.engine.messages import GenerateChunk, GenerateRequest
-    from raymoe.engine.process import EngineConfig
+    from raymoe.engine.messages import EngineConfig, GenerateChunk, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class Router:
 
 def engine_config(spec: Spec, router_id: str) -> EngineConfig:
     """What the engine process is started with."""
-    from raymoe.engine.process import EngineConfig
+    from raymoe.engine.messages import EngineConfig
 
     groups, router = spec.settings.groups, spec.settings.router
     return EngineConfig(

@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from raymoe.engine.messages import GenerateChunk, GenerateRequest
-from raymoe.engine.process import EngineConfig
+from raymoe.engine.messages import EngineConfig, GenerateChunk, GenerateRequest
 from raymoe.engine.wire import Unframer, error_from_wire, event_from_wire, frame, request_to_wire
-from raymoe.errors import EngineError, RaymoeError
+from raymoe.errors import EngineError, NotReadyError, RaymoeError
 from raymoe.policy.layout import Layout
 from raymoe.policy.threads import thread_environment
 
@@ -30,7 +29,8 @@ log = logging.getLogger(__name__)
 class EngineClient:
     """Starts an engine process and speaks with it. Use from one event loop.
 
-    If the process dies, every waiting call raises EngineError and `failure` says so.
+    If the process dies, requests under way raise NotReadyError, since another router may do better; all other
+    calls raise `failure`, which says how it ended.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
@@ -164,8 +164,9 @@ class EngineClient:
             code = await asyncio.to_thread(self._exit_code)
             reason = EngineError(f"the engine process ended with exit code {code}")
         self.failure = reason
+        gone = NotReadyError("the router's engine ended in mid-request; send it again")
         for queue in self._requests.values():
-            queue.put_nowait(reason)
+            queue.put_nowait(gone)
         for future in self._stats.values():
             if not future.done():
                 future.set_exception(reason)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
 
@@ -42,3 +42,28 @@ class GenerateChunk:
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that an engine process is told at its start. Sizes in bytes, times in seconds.
+
+    `dtype` is a torch dtype's name or "auto"; `token` is the lanes' shared secret.
+    """
+
+    checkpoint: str
+    router: str
+    token: str
+    dtype: str
+    threads: int
+    lane_bytes: int
+    silence_s: float
+    replace_timeout_s: float
+    kv_bytes: int
+    step_tokens: int
+    max_sequences: int
+    max_waiting: int
+
+    def to_wire(self) -> dict[str, Any]:
+        """As a plain dict."""
+        return asdict(self)

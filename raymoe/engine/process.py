@@ -12,7 +12,6 @@ import select
 import socket
 import sys
 import threading
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from raymoe.checkpoint.moe import describe
 from raymoe.checkpoint.router import load_router
 from raymoe.dispatch.dispatcher import Dispatcher
 from raymoe.engine.loop import Engine, kv_bytes_per_token
+from raymoe.engine.messages import EngineConfig
 from raymoe.engine.scheduler import Limits
 from raymoe.engine.wire import Unframer, error_to_wire, event_to_wire, frame, request_from_wire
 from raymoe.errors import EngineError, ExpertUnavailableError, MemoryLimitError, RaymoeError
@@ -38,31 +38,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 """How often a blocked step is tried again without a new layout."""
 CONNECT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """All that an engine process is told at its start. Sizes in bytes, times in seconds.
-
-    `dtype` is a torch dtype's name or "auto"; `token` is the lanes' shared secret.
-    """
-
-    checkpoint: str
-    router: str
-    token: str
-    dtype: str
-    threads: int
-    lane_bytes: int
-    silence_s: float
-    replace_timeout_s: float
-    kv_bytes: int
-    step_tokens: int
-    max_sequences: int
-    max_waiting: int
-
-    def to_wire(self) -> dict[str, Any]:
-        """As a plain dict."""
-        return asdict(self)
 
 
 class Channel:

@@ -16,14 +16,14 @@ import pytest
 from raymoe.checkpoint.folder import Checkpoint
 from raymoe.checkpoint.slices import ExpertLoader
 from raymoe.engine.client import EngineClient
-from raymoe.engine.messages import GenerateRequest
-from raymoe.engine.process import EngineConfig
+from raymoe.engine.messages import EngineConfig, GenerateRequest
 from raymoe.errors import (
     CheckpointError,
     ContextLengthError,
     EngineError,
     ExpertUnavailableError,
     MemoryLimitError,
+    NotReadyError,
 )
 from raymoe.experts.group import ExpertGroup
 from raymoe.experts.serve import GroupServer
@@ -158,9 +158,9 @@ def test_an_engine_serves_refuses_cancels_and_survives_a_lost_group(tiny_folder)
             waiting = asyncio.ensure_future(collect(client, request("last", PROMPT, 400)))
             await asyncio.sleep(0.05)
             os.kill(client.process.pid, signal.SIGKILL)
-            with pytest.raises(EngineError, match="exit code -9"):
+            with pytest.raises(NotReadyError, match="send it again"):
                 await waiting
-            with pytest.raises(EngineError):
+            with pytest.raises(EngineError, match="exit code -9"):
                 await collect(client, request("more", PROMPT, 4))
 
     with_groups(tiny_folder, work)
@@ -191,7 +191,7 @@ def test_an_engine_ends_at_once_when_its_replica_goes_even_in_a_step(tiny_folder
                     break
                 await asyncio.sleep(0.05)
             assert client.process.returncode == 0
-            with pytest.raises(EngineError):
+            with pytest.raises(NotReadyError):
                 await waiting
 
     with_groups(tiny_folder, work)

@@ -69,7 +69,7 @@ class Router:
 
     async def readiness(self) -> str | None:
         """None when requests can be answered, else why not."""
-        return None if self._engine.failure is None else self._engine.failure.message
+        return self._engine.blocked if self._engine.failure is None else self._engine.failure.message
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters, and which layout is in use."""

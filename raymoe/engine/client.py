@@ -44,6 +44,8 @@ class EngineClient:
         self._out: asyncio.Queue[bytes] = asyncio.Queue()
         self.ready: dict[str, Any] | None = None
         """Facts from the engine once it can serve: kv_tokens, kv_bytes_per_token."""
+        self.blocked: str | None = None
+        """The expert that the engine waits for, None while it has all that it needs."""
         self.failure: RaymoeError | None = None
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
@@ -190,6 +192,8 @@ class EngineClient:
             future = self._stats.get(message["number"])
             if future is not None and not future.done():
                 future.set_result(message["stats"])
+        elif kind == "blocked":
+            self.blocked = message["reason"]
         elif kind == "failed":
             raise error_from_wire(message["error"])
         else:

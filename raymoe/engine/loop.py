@@ -147,6 +147,15 @@ class Engine:
         self._stats["step_ns"] += int((self._clock() - started) * 1e9)
         return events
 
+    def probe(self) -> None:
+        """Try the experts with two tokens of nobody's; sets or clears `blocked`."""
+        try:
+            kv_bytes_per_token(self._model, self._experts)
+        except ExpertUnavailableError as error:
+            self.blocked = error
+        else:
+            self.blocked = None
+
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and what is there now."""
         scheduler = self._scheduler

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 """How often a blocked step is tried again without a new layout."""
 CONNECT_TIMEOUT_S = 5.0
+IDLE_PROBE_S = 5.0
+"""How often an idle engine tries its experts, so that readiness is known before a request finds out."""
 
 
 class Channel:
@@ -100,6 +102,7 @@ class Process:
         check_attention(checkpoint.config)
         self._model = load_router(checkpoint, run_experts, dtype=moe.dtype, attention=ATTENTION)
         self._engine: Engine | None = None
+        self._told: str | None = None
         self._channel.send(kind="loaded")
 
     def run(self) -> None:
@@ -116,13 +119,24 @@ class Process:
                 continue
             if engine.blocked is not None:
                 self._experts.reconnect()
-            if engine.busy and (events := engine.step()):
-                self._channel.send(kind="events", events=[event_to_wire(*event) for event in events])
+            if engine.busy:
+                events = engine.step()
+                if events:
+                    self._channel.send(kind="events", events=[event_to_wire(*event) for event in events])
+            else:
+                engine.probe()
+            self._tell_blocked(engine)
 
-    def _patience(self) -> float | None:
+    def _tell_blocked(self, engine: Engine) -> None:
+        reason = None if engine.blocked is None else str(engine.blocked)
+        if reason != self._told:
+            self._told = reason
+            self._channel.send(kind="blocked", reason=reason)
+
+    def _patience(self) -> float:
         if self._engine is None or self._engine.blocked is not None:
             return RETRY_S
-        return 0 if self._engine.busy else None
+        return 0 if self._engine.busy else IDLE_PROBE_S
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]

@@ -166,6 +166,23 @@ def test_an_engine_serves_refuses_cancels_and_survives_a_lost_group(tiny_folder)
     with_groups(tiny_folder, work)
 
 
+def test_an_idle_engine_notices_a_lost_group_and_its_replacement(tiny_folder) -> None:
+    async def work(groups: Groups) -> None:
+        async with serving(groups) as client:
+            assert client.blocked is None
+            groups.servers[1].stop()
+            while client.blocked is None:
+                await client.stats()  # as the replica's health check does
+            assert "g1r0" in client.blocked
+            groups.replace(1)
+            await client.set_layout(groups.layout(), 30)
+            while client.blocked is not None:
+                await client.stats()
+            assert await collect(client, request("r", PROMPT, 4)) == generated(groups.folder, PROMPT, 4)
+
+    with_groups(tiny_folder, work)
+
+
 def test_a_lost_group_that_is_not_replaced_is_named(tiny_folder) -> None:
     async def work(groups: Groups) -> None:
         async with serving(groups, replace_timeout_s=1.0) as client:

@@ -27,7 +27,6 @@ class Slot:
     generation: int
     expert: int
     weights: Weights
-    nbytes: int
 
 
 class ExpertGroup:
@@ -53,12 +52,11 @@ class ExpertGroup:
         places = []
         for i, expert in enumerate(experts):
             # A clone, so that freeing this slot frees its memory whatever was loaded beside it.
-            weights = {name: tensor[i].clone() for name, tensor in stacked.items()}
-            nbytes = sum(tensor.nbytes for tensor in weights.values())
+            weights = self._kernel.weights({name: tensor[i].clone() for name, tensor in stacked.items()})
             with self._lock:
                 slots, generations = self._slots[layer], self._generations[layer]
                 slot = next(n for n in range(len(slots) + 1) if n not in slots)
-                slots[slot] = Slot(generations[slot], expert, weights, nbytes)
+                slots[slot] = Slot(generations[slot], expert, weights)
             places.append((slot, slots[slot].generation))
         return places
 
@@ -99,33 +97,29 @@ class ExpertGroup:
         slots = self._slots[requests[0].header.layer]
         if len(requests) == 1:
             (request,) = requests
-            rows_PH, start = _gather(request), 0
-            for slot, _, count in request.segments_S3.tolist():
-                end = start + count
-                self._kernel.run(slots[slot].weights, rows_PH[start:end], request.out_PH[start:end])
-                start = end
+            parts = [(slots[slot].weights, count) for slot, _, count in request.segments_S3.tolist()]
+            self._kernel.run(parts, _gather(request), request.out_PH)
             return
-        parts: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        pieces: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for request in requests:
-            rows_PH, start = _gather(request), 0
-            for slot, _, count in request.segments_S3.tolist():
-                parts[slot].append((rows_PH[start : start + count], request.out_PH[start : start + count]))
-                start += count
-        for slot, part in parts.items():
-            if len(part) == 1:
-                self._kernel.run(slots[slot].weights, *part[0])
-                continue
-            rows_NH = torch.cat([rows for rows, _ in part])
-            out_NH = torch.empty_like(rows_NH)
-            self._kernel.run(slots[slot].weights, rows_NH, out_NH)
-            for (_, out), done in zip(part, out_NH.split([len(rows) for rows, _ in part]), strict=True):
-                out.copy_(done)
+            segments = request.segments_S3.tolist()
+            counts = [count for _, _, count in segments]
+            rows, outs = _gather(request).split(counts), request.out_PH.split(counts)
+            for (slot, _, _), piece in zip(segments, zip(rows, outs, strict=True), strict=True):
+                pieces[slot].append(piece)
+        ordered = [piece for slot in pieces.values() for piece in slot]
+        parts = [(slots[slot].weights, sum(len(r) for r, _ in piece)) for slot, piece in pieces.items()]
+        rows_PH = torch.cat([rows for rows, _ in ordered])
+        out_PH = torch.empty_like(rows_PH)
+        self._kernel.run(parts, rows_PH, out_PH)
+        for (_, out), done in zip(ordered, out_PH.split([len(rows) for rows, _ in ordered]), strict=True):
+            out.copy_(done)
 
     def stats(self) -> dict[str, Any]:
         """Slots in use and the bytes they hold."""
         with self._lock:
             held = [slot for layer in self._slots for slot in layer.values()]
-        return {"slots": len(held), "bytes": sum(slot.nbytes for slot in held)}
+        return {"slots": len(held), "bytes": sum(slot.weights.nbytes for slot in held)}
 
 
 def _gather(request: Request) -> Tensor:

@@ -44,7 +44,7 @@ def test_two_routers_are_served_at_once_and_get_their_own_rows():
                 expected = made.expected(
                     step % 2, rows_TH, torch.full((3, 1), step % EXPERTS), torch.ones(3, 1)
                 )
-                torch.testing.assert_close(answer(lane), expected, atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(answer(lane), expected, atol=1e-5, rtol=1e-5)
         stats = made.servers["g0"].stats()
         assert stats["requests"] == 40 and stats["pairs"] == 120 and stats["lanes"] == 2
         for lane in lanes:

@@ -70,6 +70,31 @@ def test_rows_that_wait_for_the_same_layer_are_merged():
         assert server.stats()["requests"] == 3
 
 
+def test_slots_come_and_go_while_others_are_served():
+    with cluster([[0, 1, 2, 3]]) as made:
+        group, lane, stop = made.servers["g0"].group, open_lane(made), threading.Event()
+
+        def churn():
+            while not stop.is_set():
+                for slot, _ in group.load_slice(0, [6, 7]):
+                    group.free(0, slot)
+
+        thread = threading.Thread(target=churn)
+        thread.start()
+        rows_TH = torch.randn(3, HIDDEN)
+        expected = made.expected(0, rows_TH, torch.full((3, 1), 2), torch.ones(3, 1))
+        try:
+            for step in range(200):
+                ask(lane, step, 0, rows_TH, expert=2)
+                assert torch.equal(answer(lane), expected)
+        finally:
+            stop.set()
+            thread.join()
+        places = group.load_slice(0, [6])
+        assert places[0][0] == 4 and places[0][1] > 0, "a slot that was used before has a new generation"
+        lane.close()
+
+
 def test_callers_that_speak_garbage_or_nothing_disturb_nobody(monkeypatch):
     monkeypatch.setattr(serve, "HELLO_TIMEOUT_S", 0.1)
     monkeypatch.setattr(serve, "IDLE_POLL_MS", 20)

@@ -91,7 +91,9 @@ def test_slots_come_and_go_while_others_are_served():
             stop.set()
             thread.join()
         places = group.load_slice(0, [6])
-        assert places[0][0] == EXPERTS and places[0][1] > 0, "a slot that was used before has a new generation"
+        assert places[0][0] == EXPERTS and places[0][1] > 0, (
+            "a slot that was used before has a new generation"
+        )
         lane.close()
 
 

@@ -6,6 +6,7 @@ RaymoeError
 │   └── NotMoeError            a good folder, but not a Mixture-of-Experts model
 ├── MemoryLimitError           it will not fit (names needed and available bytes)
 ├── ClusterError               Ray itself: versions, ports, actors that do not start
+│   └── SupersededError        another deployment of the same application took over
 ├── RequestError               what a client sent (names the field)
 │   ├── ModelNotFoundError
 │   ├── ContextLengthError
@@ -54,6 +55,10 @@ class MemoryLimitError(RaymoeError):
 
 class ClusterError(RaymoeError):
     """Ray could not be reached, or could not do what raymoe needs."""
+
+
+class SupersededError(ClusterError):
+    """Another deployment of the same application has taken over."""
 
 
 class RequestError(RaymoeError):

@@ -6,8 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny import tiny_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """References are computed as expert groups compute: with one thread, since more may round otherwise."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

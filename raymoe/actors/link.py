@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from raymoe.actors.controller import POLL_S, Controller
 from raymoe.actors.spec import NAMESPACE, Spec, controller_name
 from raymoe.actors.watch import answer, sentence
-from raymoe.errors import ClusterError
+from raymoe.errors import ClusterError, SupersededError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -24,10 +24,6 @@ ANSWER_S = 30.0
 """How long a controller may take to answer beyond what its long poll holds a question open."""
 PAUSE_S = 0.5
 SHUTDOWN_S = 30.0
-
-
-class SupersededError(ClusterError):
-    """Another deployment of the same application has taken over."""
 
 
 class ControllerLink:

@@ -12,6 +12,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class Process:
         self._model = load_router(checkpoint, run_experts, dtype=moe.dtype, attention=ATTENTION)
         self._engine: Engine | None = None
         self._told: str | None = None
+        self._tried = time.monotonic()
         self._channel.send(kind="loaded")
 
     def run(self) -> None:
@@ -119,12 +121,15 @@ class Process:
                 continue
             if engine.blocked is not None:
                 self._experts.reconnect()
+            now = time.monotonic()
             if engine.busy:
                 events = engine.step()
                 if events:
                     self._channel.send(kind="events", events=[event_to_wire(*event) for event in events])
-            else:
+                self._tried = now
+            elif engine.blocked is not None or now - self._tried >= IDLE_PROBE_S:
                 engine.probe()
+                self._tried = now
             self._tell_blocked(engine)
 
     def _tell_blocked(self, engine: Engine) -> None:

@@ -140,7 +140,10 @@ def _overrides(sets: list[str] | None, options: dict[str, Any]) -> dict[str, Any
         key, equals, value = pair.partition("=")
         if not equals or key.count(".") != 1:
             raise ConfigError(f"--set takes section.key=value, such as groups.count=4; got {pair!r}")
-        result[key] = yaml.safe_load(value)
+        try:
+            result[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {key}: the value {value!r} is not YAML") from None
     result.update({key: value for key, value in options.items() if value is not None})
     return result
 

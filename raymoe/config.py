@@ -122,7 +122,10 @@ class Settings(_Section):
                         f" (such as {ENV_PREFIX}GROUPS__COUNT); also known: {', '.join(sorted(_OTHER_ENV))}"
                     )
                 where.append(key)
-                _merge(values, {section: {name: yaml.safe_load(environ[key])}})
+                try:
+                    _merge(values, {section: {name: yaml.safe_load(environ[key])}})
+                except yaml.YAMLError:
+                    raise ConfigError(f"environment variable {key}: {environ[key]!r} is not YAML") from None
         for dotted, value in (overrides or {}).items():
             if value is not None:
                 section, _, name = dotted.partition(".")

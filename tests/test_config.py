@@ -38,6 +38,8 @@ def test_an_unknown_environment_variable_is_an_error():
         Settings.load(None, {"RAYMOE_GROUPS": "2"})
     with pytest.raises(ConfigError, match=r"unknown setting groups.size .*RAYMOE_GROUPS__SIZE"):
         Settings.load(None, {"RAYMOE_GROUPS__SIZE": "2"})
+    with pytest.raises(ConfigError, match=r"RAYMOE_GROUPS__COUNT: '\[1' is not YAML"):
+        Settings.load(None, {"RAYMOE_GROUPS__COUNT": "[1"})
     assert Settings.load(None, {"RAYMOE_CACHE": "/tmp"}) == Settings()
 
 

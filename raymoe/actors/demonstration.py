@@ -63,6 +63,7 @@ def curl_line(record: state.ServerRecord) -> str:
         "model": record.model,
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": ANSWER_TOKENS,
+        "temperature": 0,
     }
     return (
         f"curl {url(record)}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"

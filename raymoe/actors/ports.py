@@ -28,7 +28,12 @@ def check_free(settings: Settings, private: bool) -> None:
         )
     if not private:
         return
-    family, _, _, _, where = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, where = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ClusterError(
+            f"server.host {server.host} is no address to listen on: {error.strerror}"
+        ) from None
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -75,7 +75,9 @@ class TokenMaker:
         return await self.encode(text, special_tokens=False)
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=special_tokens).ids)
+        # `encode` holds the interpreter's lock from start to end, `encode_batch` lets other threads run.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=special_tokens)
+        return list(encoding.ids)
 
     def _find_template(self) -> str | None:
         try:

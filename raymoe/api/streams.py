@@ -89,7 +89,24 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel the tasks and wait, within a limit, until they have cleaned up."""
+    """Cancel the tasks and wait, within a limit, until they have cleaned up.
+
+    Being cancelled meanwhile (a server may cancel a handler whose client has left, and again) doesn't cut the
+    wait short: whoever comes next would close generators that a task still runs.
+    """
+    cleaning = asyncio.ensure_future(_cancel(list(tasks)))
+    interrupted: asyncio.CancelledError | None = None
+    while not cleaning.done():
+        try:
+            await asyncio.shield(cleaning)
+        except asyncio.CancelledError as error:
+            interrupted = error
+    cleaning.result()
+    if interrupted is not None:
+        raise interrupted
+
+
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
     pending = [task for task in tasks if not task.done()]
     for task in pending:
         task.cancel()

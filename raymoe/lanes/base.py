@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raymoe.lanes.header import Header
+from raymoe.lanes.header import Header, Kind
 from raymoe.lanes.ring import aligned
 
 Ints = NDArray[np.int32]
@@ -44,6 +44,22 @@ class Piece:
     def rows(self) -> int:
         """R."""
         return self.hidden_TH.shape[0] if self.token_R is None else self.token_R.shape[0]
+
+    def header(self, request_at: int = 0, reply_at: int = 0) -> Header:
+        """What announces it, with where its payload is and where the reply's rows go."""
+        return Header(
+            Kind.ROWS,
+            self.epoch,
+            self.step,
+            self.layer,
+            self.number,
+            self.rows,
+            self.row_P.shape[0],
+            self.segments_S3.shape[0],
+            request_at,
+            reply_at,
+            self.budget_us,
+        )
 
 
 class Reply(NamedTuple):

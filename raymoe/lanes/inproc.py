@@ -42,10 +42,7 @@ class InprocRouterLane:
             return False
         hidden, pairs = piece.hidden_TH, piece.row_P.shape[0]
         rows = hidden if piece.token_R is None else hidden.index_select(0, torch.from_numpy(piece.token_R))
-        header = Header(
-            Kind.ROWS, piece.epoch, piece.step, piece.layer, piece.number,
-            piece.rows, pairs, piece.segments_S3.shape[0], 0, 0, piece.budget_us,
-        )  # fmt: skip
+        header = piece.header()
         request = Request(
             header, rows, piece.row_P, piece.segments_S3, hidden.new_empty(pairs, hidden.shape[1])
         )

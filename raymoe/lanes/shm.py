@@ -55,10 +55,7 @@ class ShmRouterLane:
         if request_at is None:
             self._replies.release(reply_at)
             return False
-        header = Header(
-            Kind.ROWS, piece.epoch, piece.step, piece.layer, piece.number,
-            rows, pairs, segments, request_at, reply_at, piece.budget_us,
-        )  # fmt: skip
+        header = piece.header(request_at, reply_at)
         to = memory.request(header)
         if piece.token_R is None:
             to.rows_RH.copy_(piece.hidden_TH)

@@ -13,6 +13,7 @@ RaymoeError
 │   └── VocabularyError
 ├── OverloadedError            try again later
 ├── NotReadyError              still loading, or a part is missing
+│   └── RouterLostError        the router that had a request is gone; another one can go on with it
 ├── DeadlineError              a request ran out of its time
 ├── ExpertUnavailableError     no living copy (names layer and group)
 ├── LaneError                  one lane to one expert group
@@ -25,6 +26,7 @@ RaymoeError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -93,19 +95,28 @@ class NotReadyError(RaymoeError):
     """The server can't answer yet: the text names the missing part."""
 
 
+class RouterLostError(NotReadyError):
+    """The router that had the request is gone, or its engine. The ingress replays the request elsewhere."""
+
+
 class DeadlineError(RaymoeError):
     """The request's own deadline passed."""
 
 
 class ExpertUnavailableError(RaymoeError):
-    """No living copy of an expert that the request needs."""
+    """No living copy of an expert that the request needs.
 
-    def __init__(self, layer: int, groups: tuple[str, ...], detail: str = "") -> None:
+    `rows` are the rows of the call that need it, none if that isn't known; they stay in the process.
+    """
+
+    def __init__(
+        self, layer: int, groups: tuple[str, ...], detail: str = "", rows: Sequence[int] = ()
+    ) -> None:
         super().__init__(
             f"no living copy of an expert of MoE layer {layer}: expert group {', '.join(groups)} is unavailable"
             + (f" ({detail})" if detail else "")
         )
-        self.layer, self.groups, self.detail = layer, groups, detail
+        self.layer, self.groups, self.detail, self.rows = layer, groups, detail, rows
 
     def __reduce__(self) -> tuple[type, tuple[int, tuple[str, ...], str]]:
         return type(self), (self.layer, self.groups, self.detail)

@@ -15,13 +15,14 @@ from typing import Any
 
 from raymoe.engine.messages import EngineConfig, GenerateChunk, GenerateRequest
 from raymoe.engine.wire import Unframer, error_from_wire, event_from_wire, frame, request_to_wire
-from raymoe.errors import EngineError, NotReadyError, RaymoeError
+from raymoe.errors import EngineError, RaymoeError, RouterLostError
 from raymoe.policy.layout import Layout
 from raymoe.policy.threads import thread_environment
 
 STOP_TIMEOUT_S = 5.0
 LOAD_TIMEOUT_S = 1800.0
 """The model may still be loading, or the step under way be long."""
+ENDED = "the router's engine has ended; send the request again"
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 class EngineClient:
     """Starts an engine process and speaks with it. Use from one event loop.
 
-    If the process dies, requests under way raise NotReadyError, since another router may do better; all other
-    calls raise `failure`, which says how it ended.
+    If the process dies, requests raise RouterLostError, since another router can go on with them; all other calls
+    raise `failure`, which says how it ended.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
@@ -83,8 +84,14 @@ class EngineClient:
         return self.ready or {}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream a request's chunks. Closing the iterator cancels the request."""
-        self._raise_failure()
+        """Stream a request's chunks. Closing the iterator cancels the request.
+
+        Raises:
+            RouterLostError: the process has ended, or ends meanwhile.
+            RaymoeError: as the engine says.
+        """
+        if self.failure is not None:
+            raise RouterLostError(ENDED)
         key = request.request_id
         if key in self._requests:
             raise EngineError(f"request id {key} is in use")
@@ -102,6 +109,13 @@ class EngineClient:
             del self._requests[key]
             if not done and self.failure is None:
                 self._send(kind="cancel", id=key)
+
+    def abandon(self, request_id: str, why: RaymoeError) -> None:
+        """End a request from outside its stream, which raises `why`. Its id may be unknown."""
+        queue = self._requests.get(request_id)
+        if queue is not None:
+            queue.put_nowait(why)
+            self._send(kind="cancel", id=request_id)
 
     async def stats(self, timeout_s: float = 10.0) -> dict[str, Any]:
         """The engine's counters.
@@ -166,9 +180,8 @@ class EngineClient:
             code = await asyncio.to_thread(self._exit_code)
             reason = EngineError(f"the engine process ended with exit code {code}")
         self.failure = reason
-        gone = NotReadyError("the router's engine ended in mid-request; send it again")
         for queue in self._requests.values():
-            queue.put_nowait(gone)
+            queue.put_nowait(RouterLostError(ENDED))
         for future in self._stats.values():
             if not future.done():
                 future.set_exception(reason)

@@ -100,11 +100,12 @@ class Engine:
             ContextLengthError, VocabularyError: the model can't take it.
             RequestError: the prompt is empty, no token is asked for, or the id is in use.
         """
-        if not request.prompt_ids or request.max_tokens < 1:
+        if not request.prompt_ids or request.max_tokens <= len(request.generated_ids):
             raise RequestError("a sequence needs at least one prompt token and one new token", "prompt")
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id} is in use", "request_id")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self._vocab_size:
+        known = (*request.prompt_ids, *request.generated_ids)
+        if min(known) < 0 or max(known) >= self._vocab_size:
             raise VocabularyError(f"a token id lies outside 0..{self._vocab_size - 1}", "prompt")
         sequence = Sequence(request, self._clock())
         if sequence.final_length > self._max_context:

@@ -12,13 +12,22 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How the next token is chosen. `temperature == 0` is greedy; `top_k == 0` means no limit.
 
-    A draw depends only on (seed, position), so a replayed sequence draws the same tokens again.
+    A draw depends only on (seed, position), so a replayed sequence draws the same tokens again. What the later
+    fields do, and in which order, is written in `model/adjust.py`; `logit_bias` holds (token id, bias) and
+    `late_ids` what can't be drawn before `min_tokens` tokens are generated: all ids that end a sequence.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    late_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,8 @@ class GenerateRequest:
     """One sequence to continue. Everything is validated before this record is made.
 
     `stop_token_ids` end the sequence and are not returned. `deadline_s` counts from its arrival at the engine.
+    `generated_ids` are tokens that another router has generated already: the sequence goes on behind them, they
+    are not returned again, and `max_tokens` counts them.
     """
 
     request_id: str
@@ -34,11 +45,15 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_token_ids: tuple[int, ...] = ()
     deadline_s: float = 600.0
+    generated_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class GenerateChunk:
-    """New tokens of one sequence. The last chunk has a `finish_reason`, and may hold no token."""
+    """New tokens of one sequence. The last chunk has a `finish_reason`, and may hold no token.
+
+    A first chunk without either says that a router has the request.
+    """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None

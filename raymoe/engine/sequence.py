@@ -14,8 +14,8 @@ class Sequence:
     def __init__(self, request: GenerateRequest, arrived_s: float) -> None:
         self.request = request
         self.arrived_s = arrived_s
-        self.tokens = list(request.prompt_ids)
-        self.prompt_length = len(self.tokens)
+        self.tokens = [*request.prompt_ids, *request.generated_ids]
+        self.prompt_length = len(request.prompt_ids)
         self.cache = SequenceCache()
         self.waiting_since_s: float | None = None
         """Since when an expert that it needs is missing."""
@@ -37,7 +37,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """Tokens sampled so far."""
+        """Tokens sampled so far, here or by another router before."""
         return len(self.tokens) - self.prompt_length
 
     @property

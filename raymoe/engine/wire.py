@@ -66,24 +66,34 @@ def error_from_wire(wire: list[Any]) -> RaymoeError:
 
 
 def request_to_wire(request: GenerateRequest) -> list[Any]:
-    """A request as plain lists."""
-    s = request.sampling
+    """A request as plain lists and dicts."""
     return [
         request.request_id,
         list(request.prompt_ids),
         request.max_tokens,
-        [s.temperature, s.top_p, s.top_k, s.seed],
+        vars(request.sampling),
         list(request.stop_token_ids),
         request.deadline_s,
+        list(request.generated_ids),
     ]
 
 
 def request_from_wire(wire: list[Any]) -> GenerateRequest:
     """The inverse."""
-    request_id, prompt, max_tokens, sampling, stops, deadline_s = wire
+    request_id, prompt, max_tokens, sampling, stops, deadline_s, generated = wire
     return GenerateRequest(
-        request_id, tuple(prompt), max_tokens, SamplingParams(*sampling), tuple(stops), deadline_s
+        request_id,
+        tuple(prompt),
+        max_tokens,
+        SamplingParams(**{name: _tuples(value) for name, value in sampling.items()}),
+        tuple(stops),
+        deadline_s,
+        tuple(generated),
     )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def event_to_wire(request_id: str, what: GenerateChunk | RaymoeError) -> list[Any]:

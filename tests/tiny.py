@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+# The seven that most tests use; `tests.matrix` names all that raymoe serves.
 TINY_TYPES = ("olmoe", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 
 PAD, BOS, EOS, VOCAB = 256, 257, 258, 264
@@ -30,11 +31,23 @@ _SIZES: dict[str, Any] = {
     "num_experts": EXPERTS,
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
     "num_experts_per_tok": TOP_K,
+    "moe_topk": TOP_K,
+    "moe_k": TOP_K,
+    "top_k_experts": TOP_K,
     "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_layer_start_index": 0,
+    "moe_layer_interval": 1,
+    "moe_layer_end_index": -1,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
     "q_lora_rank": 16,
@@ -49,20 +62,97 @@ _SIZES: dict[str, Any] = {
     "sliding_window": None,
     "tie_word_embeddings": False,
 }
+_WINDOW: dict[str, Any] = {"sliding_window": 16}
+_MLA: dict[str, Any] = {"num_key_value_heads": 4}  # MLA has no grouped heads
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_INKLING: dict[str, Any] = {
+    **_WINDOW,
+    "rel_extent": 32,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "unpadded_vocab_size": VOCAB,
+}
+_DSA: dict[str, Any] = {**_MLA, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 16}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 _OVERRIDES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"num_key_value_heads": 4},  # MLA has no grouped heads
-    "gpt_oss": {
-        "sliding_window": 16,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 16,
-        },
+    **dict.fromkeys(("afmoe", "cohere2_moe", "exaone_moe", "flint", "granitemoe_swa", "kolibri1"), _WINDOW),
+    **dict.fromkeys(("laguna", "lara_mini", "mimo_v2_flash"), _WINDOW),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "sarvam_mla", "axk1", "glm4_moe_lite"), _MLA),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text"), _DSA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _LINEAR),
+    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"), _INKLING),
+    "bailing_hybrid": {"num_hidden_layers": 4, "layer_group_size": 2},
+    "beam": {"num_hidden_layers": 4, **_WINDOW},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 512,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 64},
     },
+    "deepseek_v4": {"num_hidden_layers": 4, **_WINDOW},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        **_WINDOW,
+    },
+    "gpt_oss": {**_WINDOW, "rope_parameters": _YARN},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "kimi_linear": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        **_MLA,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "llama4_text": {"intermediate_size_mlp": 48},
+    "longcat_flash": {
+        "ffn_hidden_size": 64,
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "num_layers": 2,
+        "head_dim": 8,
+        **_MLA,
+    },
+    "qwen4_exp_text": {
+        **_LINEAR,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1],
+        "ngram_vocab_size_base": 64,
+        "heads_per_ngram": 2,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1},
 }
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"

@@ -15,14 +15,7 @@ from raymoe.errors import RequestError
 Model = TypeVar("Model", bound=BaseModel)
 Neutral = Mapping[str, tuple[Any, ...]]
 
-_BOTH: Neutral = {
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-}
-
 CHAT_NEUTRAL: Neutral = {
-    **_BOTH,
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -48,7 +41,6 @@ CHAT_NEUTRAL: Neutral = {
 }
 
 COMPLETION_NEUTRAL: Neutral = {
-    **_BOTH,
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),

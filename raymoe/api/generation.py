@@ -71,12 +71,15 @@ class Generation:
 
     async def _run(self, index: int, choice: Choice) -> AsyncGenerator[Delta, None]:
         text, stop = TextDecoder(self._decoder, choice.context_ids), StopMatcher(self.stops)
+        min_tokens, seen = choice.request.sampling.min_tokens, 0
         async with closing(self._backend.generate(choice.request)) as chunks:
             async for chunk in chunks:
                 piece, tokens = "", 0
                 for token_id in chunk.token_ids:
-                    piece += stop.push(text.push(token_id))
-                    tokens += 1
+                    fresh = text.push(token_id)
+                    # As in vLLM, stop strings are looked for behind the text of the first min_tokens tokens.
+                    piece += fresh if seen < min_tokens else stop.push(fresh)
+                    tokens, seen = tokens + 1, seen + 1
                     if stop.stopped:
                         break
                 if chunk.finish_reason is not None and not stop.stopped:

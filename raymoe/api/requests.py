@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,9 @@ from raymoe.api.messages import Message
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+"""Entries; what vLLM's GPU sampler has room for, as is the limit above."""
 
 Prompt = str | list[int]
 
@@ -28,15 +32,28 @@ class StreamOptions(_Body):
 
 
 class SamplingBody(_Body):
-    """What both endpoints share. The defaults are OpenAI's; `top_k` (0: no limit) is an extension."""
+    """What both endpoints share. The defaults are OpenAI's.
+
+    Extensions, with vLLM's names and meanings: `top_k` (0: no limit), `min_p`, `repetition_penalty`,
+    `stop_token_ids`, `min_tokens` and `ignore_eos`. `model/adjust.py` says what the penalties do.
+    """
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Token id (in JSON: its decimal digits) to bias."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_STOP_TOKEN_IDS)
+    min_tokens: int = Field(default=0, ge=0)
+    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=128)
@@ -56,6 +73,20 @@ class SamplingBody(_Body):
         if any(len(stop) > MAX_STOP_CHARS for stop in stops):
             raise ValueError(f"a stop string has at most {MAX_STOP_CHARS} characters")
         return stops
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _biases(cls, value: Any) -> dict[int, float]:
+        if not isinstance(value, dict):
+            raise ValueError("must be an object from token ids to numbers")
+        if len(value) > MAX_LOGIT_BIAS:
+            raise ValueError(f"at most {MAX_LOGIT_BIAS} entries are accepted, got {len(value)}")
+        # One way to write an id: else two keys could mean the same token.
+        if not all(re.fullmatch("0|[1-9][0-9]{0,17}", key) for key in value):
+            raise ValueError("a key must be a token id in decimal digits")
+        if not all(type(bias) in (int, float) and -100 <= bias <= 100 for bias in value.values()):
+            raise ValueError("a bias must be a number from -100 to 100")
+        return {int(key): float(bias) for key, bias in value.items()}
 
     @field_validator("stream_options")
     @classmethod

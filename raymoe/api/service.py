@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
-import secrets
 import time
 import uuid
 from collections.abc import Sequence
@@ -17,9 +15,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from raymoe.api.backend import Backend
 from raymoe.api.generation import Choice, Generation
 from raymoe.api.requests import ChatRequest, CompletionRequest, Prompt, SamplingBody
+from raymoe.api.sampling import check_ids, end_ids, sampling_params
 from raymoe.api.tokens import TokenMaker, find_eos_ids
 from raymoe.config import Settings
-from raymoe.engine.messages import GenerateRequest, SamplingParams
+from raymoe.engine.messages import GenerateRequest
 from raymoe.errors import (
     CheckpointError,
     ContextLengthError,
@@ -27,7 +26,6 @@ from raymoe.errors import (
     NotReadyError,
     RaymoeError,
     RequestError,
-    VocabularyError,
 )
 from raymoe.observe.metrics import ApiMetrics
 
@@ -167,10 +165,8 @@ class Service:
     async def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             prompt = await self._tokens.encode(prompt)
-        elif any(not 0 <= token_id < self._vocab_size for token_id in prompt):
-            raise VocabularyError(
-                f"a token id is outside the vocabulary: ids go from 0 to {self._vocab_size - 1}", "prompt"
-            )
+        else:
+            check_ids(prompt, self._vocab_size, "prompt")
         if not prompt:
             raise RequestError("the prompt is empty", "prompt")
         return prompt
@@ -208,34 +204,16 @@ class Service:
         # Internal ids are our own: two clients may well send the same X-Request-Id.
         request_id = uuid.uuid4().hex
         for ids, budget in zip(prompts, budgets, strict=True):
-            for copy in range(request.n):
-                sampling = SamplingParams(
-                    temperature=request.temperature,
-                    top_p=request.top_p,
-                    top_k=min(request.top_k, self._vocab_size),
-                    seed=_seed(request.seed, copy),
-                )
+            for sampling in sampling_params(request, self._vocab_size, self._eos_ids, budget, request.n):
                 sequence = GenerateRequest(
                     request_id=f"{request_id}-{len(choices)}",
                     prompt_ids=tuple(ids),
                     max_tokens=budget,
                     sampling=sampling,
-                    stop_token_ids=self._eos_ids,
+                    stop_token_ids=end_ids(request, self._eos_ids),
                     deadline_s=self.limits.request_timeout_s,
                 )
                 choices.append(Choice(sequence, tuple(ids[-_CONTEXT_IDS:]) if continues else ()))
         return Generation(
             self._backend, self._tokens.decoder, choices, request.stop, sum(map(len, prompts)), self.metrics
         )
-
-
-def _seed(given: int | None, copy: int) -> int:
-    """A seed in [0, 2**63). Without a given one each choice gets its own at random.
-
-    With one, it depends on the copy alone, so a prompt's text is the same whatever prompts are sent with it.
-    """
-    if given is None:
-        return secrets.randbits(63)
-    if copy == 0:
-        return given % 2**63
-    return int.from_bytes(hashlib.blake2b(f"{given}:{copy}".encode(), digest_size=8).digest()) >> 1

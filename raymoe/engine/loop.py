@@ -104,7 +104,8 @@ class Engine:
             raise RequestError("a sequence needs at least one prompt token and one new token", "prompt")
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id} is in use", "request_id")
-        known = (*request.prompt_ids, *request.generated_ids)
+        biased = (token for token, _ in request.sampling.logit_bias)
+        known = (*request.prompt_ids, *request.generated_ids, *biased, *request.sampling.late_ids)
         if min(known) < 0 or max(known) >= self._vocab_size:
             raise VocabularyError(f"a token id lies outside 0..{self._vocab_size - 1}", "prompt")
         sequence = Sequence(request, self._clock())
@@ -186,8 +187,8 @@ class Engine:
         events = []
         for chunk in chunks:
             chunk.sequence.waiting_since_s = None
-        draws = [(sequence.request.sampling, len(sequence.tokens)) for sequence in sampled]
-        for sequence, token in zip(sampled, sample(logits, draws), strict=True):
+        tokens = sample(logits, [sequence.draw() for sequence in sampled])
+        for sequence, token in zip(sampled, tokens, strict=True):
             if token is None:
                 events.append(self._end(sequence, EngineError("the model's logits are not finite")))
                 continue

@@ -1,12 +1,15 @@
 """From logits to the next tokens. A draw depends on (seed, position) alone, so a replay draws the same.
 
+The order is: what `model/adjust.py` changes, temperature, min_p, top_k, top_p (as in vLLM; each works on what the
+one before has left).
+
 Shape letters: S rows to sample, V vocabulary, N tokens that are candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +29,26 @@ class Sampling(Protocol):
     @property
     def top_k(self) -> int: ...
     @property
+    def min_p(self) -> float: ...
+    @property
     def seed(self) -> int: ...
 
 
-def sample(logits_SV: Tensor, draws: Sequence[tuple[Sampling, int]]) -> list[int | None]:
-    """The next token of each row; `draws` names its parameters and the position that it will have.
+class Draw(NamedTuple):
+    """How one row's token is chosen. `adjust` takes and gives logits [V]; None: they stay as they are."""
+
+    params: Sampling
+    position: int
+    adjust: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Takes the largest logit."""
+        return self.params.temperature == 0 or self.params.top_k == 1
+
+
+def sample(logits_SV: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    """The next token of each row.
 
     None where a row holds no usable distribution: NaN, plus infinity, or nothing but minus infinity.
     """
@@ -39,11 +57,13 @@ def sample(logits_SV: Tensor, draws: Sequence[tuple[Sampling, int]]) -> list[int
     top_S, greedy_S = logits_SV.max(-1)
     tokens: list[int | None] = list(greedy_S.tolist())
     for row, usable in enumerate(torch.isfinite(top_S).tolist()):
-        params, position = draws[row]
+        draw = draws[row]
         if not usable:
             tokens[row] = None
-        elif params.temperature > 0 and params.top_k != 1:
-            tokens[row] = _draw(logits_SV[row], top_S[row], params, position)
+        elif draw.adjust is not None:
+            tokens[row] = _adjusted(logits_SV[row], draw, draw.adjust)
+        elif not draw.greedy:
+            tokens[row] = _draw(logits_SV[row], top_S[row], draw)
     return tokens
 
 
@@ -53,22 +73,42 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(generator).random())
 
 
-def _draw(logits_V: Tensor, top: Tensor, params: Sampling, position: int) -> int:
+def _adjusted(logits_V: Tensor, draw: Draw, adjust: Callable[[Tensor], Tensor]) -> int | None:
+    logits_V = adjust(logits_V)
+    top, largest = logits_V.max(-1)
+    if not torch.isfinite(top):
+        return None
+    return int(largest) if draw.greedy else _draw(logits_V, top, draw)
+
+
+def _draw(logits_V: Tensor, top: Tensor, draw: Draw) -> int:
     """Invert the distribution function, with the candidates in the order of `_candidates`."""
+    params = draw.params
     scaled_V = (logits_V.double() - top).div_(params.temperature)
     weight_N, ids_N = _candidates(torch.exp_(scaled_V), params)
     reached_N = weight_N.cumsum(0)
-    chosen = int(torch.searchsorted(reached_N, uniform(params.seed, position) * reached_N[-1], right=True))
+    chosen = int(
+        torch.searchsorted(reached_N, uniform(params.seed, draw.position) * reached_N[-1], right=True)
+    )
     # A product that rounds up to the whole mass would fall behind the last candidate that has any.
     chosen = min(chosen, int(torch.searchsorted(reached_N, reached_N[-1])))
     return chosen if ids_N is None else int(ids_N[chosen])
 
 
 def _candidates(weight_V: Tensor, params: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Weights and ids of what top_k and then top_p leave, at least one; ids None: all, in their order.
+    """Weights and ids of what min_p, top_k and top_p leave, at least one; ids None: all, in their order.
 
-    top_p keeps the smallest set whose mass reaches it (Holtzman et al., 2020), of what top_k has left.
+    The largest weight is 1. min_p leaves tokens of at least that share of it (Nguyen et al., 2024); top_p the
+    smallest set whose mass reaches it (Holtzman et al., 2020), of what the others have left.
     """
+    if params.min_p == 0:
+        return _largest(weight_V, params)
+    kept_N = torch.nonzero(weight_V >= params.min_p).squeeze(1)
+    weight_N, order_N = _largest(weight_V[kept_N], params)
+    return weight_N, kept_N if order_N is None else kept_N[order_N]
+
+
+def _largest(weight_V: Tensor, params: Sampling) -> tuple[Tensor, Tensor | None]:
     size = weight_V.shape[0]
     cuts_k, cuts_p = 0 < params.top_k < size, params.top_p < 1
     if not cuts_k and not cuts_p:

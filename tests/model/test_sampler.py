@@ -8,34 +8,35 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper
 
 from raymoe.engine.messages import SamplingParams
 from raymoe.model import sampler
-from raymoe.model.sampler import sample, uniform
+from raymoe.model.sampler import Draw, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0, -2.0])
 
 
 def draws(params: SamplingParams, count: int = 3000, logits: torch.Tensor = LOGITS) -> Counter[int]:
-    return Counter(sample(logits.repeat(count, 1), [(params, position) for position in range(count)]))
+    return Counter(sample(logits.repeat(count, 1), [Draw(params, position) for position in range(count)]))
 
 
 def test_greedy_takes_the_largest() -> None:
-    assert sample(LOGITS[None], [(SamplingParams(temperature=0), 5)]) == [4]
-    assert sample(LOGITS[None], [(SamplingParams(temperature=1, top_k=1), 5)]) == [4]
+    assert sample(LOGITS[None], [Draw(SamplingParams(temperature=0), 5)]) == [4]
+    assert sample(LOGITS[None], [Draw(SamplingParams(temperature=1, top_k=1), 5)]) == [4]
 
 
 @given(st.floats(1e-300, 1e-3), st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
 def test_a_tiny_temperature_is_greedy(temperature: float, position: int) -> None:
-    assert sample(LOGITS[None], [(SamplingParams(temperature=temperature), position)]) == [4]
+    assert sample(LOGITS[None], [Draw(SamplingParams(temperature=temperature), position)]) == [4]
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     params = [SamplingParams(seed=seed) for seed in (0, 1, -1, 2**63, 2**64 - 2)]
     rows = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
-    batch = sample(rows, [(p, 7) for p in params])
-    alone = [sample(rows[i : i + 1], [(p, 7)])[0] for i, p in enumerate(params)]
+    batch = sample(rows, [Draw(p, 7) for p in params])
+    alone = [sample(rows[i : i + 1], [Draw(p, 7)])[0] for i, p in enumerate(params)]
     assert batch == alone
     assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
 
@@ -70,6 +71,30 @@ def test_top_p_counts_what_top_k_has_left() -> None:
     assert set(draws(SamplingParams(top_p=0.7))) == {4, 0}
 
 
+def test_min_p_leaves_what_transformers_leaves() -> None:
+    for temperature, min_p in ((1.0, 0.1), (1.0, 0.3), (2.0, 0.2), (0.3, 0.01), (1.0, 1.0)):
+        processors = [TemperatureLogitsWarper(temperature), MinPLogitsWarper(min_p)]
+        left = LOGITS[None]
+        for processor in processors:
+            left = processor(None, left)
+        expected = set(torch.isfinite(left[0]).nonzero().flatten().tolist())
+        assert set(draws(SamplingParams(temperature=temperature, min_p=min_p))) == expected
+
+
+def test_top_p_counts_what_min_p_has_left() -> None:
+    # Of all tokens, 4 and 0 have 0.86 of the mass, so 0.88 takes a third; of what min_p leaves they have 0.90.
+    assert set(draws(SamplingParams(top_p=0.88))) == {4, 0, 1}
+    assert set(draws(SamplingParams(top_p=0.88, min_p=0.1))) == {4, 0}
+    assert set(draws(SamplingParams(top_k=1000, top_p=0.88, min_p=0.1))) == {4, 0}
+    assert set(draws(SamplingParams(temperature=50, top_k=2, min_p=0.01))) == {4, 0}
+
+
+def test_min_p_changes_how_often_only_what_it_leaves_comes() -> None:
+    expected = torch.softmax(LOGITS[[0, 4]].double(), 0)
+    seen = draws(SamplingParams(min_p=0.3))
+    assert abs(seen[0] - 3000 * expected[0]) < 5 * 3000**0.5 / 2
+
+
 def test_a_flat_distribution_needs_more_than_the_few_largest() -> None:
     flat = torch.randn(2 * sampler._FEW, generator=torch.Generator().manual_seed(1)) * 1e-3
     seen = draws(SamplingParams(top_p=0.9), 2000, flat)
@@ -85,13 +110,30 @@ def test_only_the_row_that_is_not_finite_fails(dtype: torch.dtype) -> None:
     rows[2] = float("-inf")
     rows[3, 0] = float("inf")
     for params in (SamplingParams(temperature=0), SamplingParams(top_p=1e-9)):
-        assert sample(rows.to(dtype), [(params, 0)] * 5) == [4, None, None, None, 4]
+        assert sample(rows.to(dtype), [Draw(params, 0)] * 5) == [4, None, None, None, 4]
 
 
 def test_a_masked_token_is_never_drawn() -> None:
     logits = LOGITS.clone()
     logits[4] = float("-inf")
     assert 4 not in draws(SamplingParams(temperature=50), logits=logits)
+
+
+def test_only_the_adjusted_row_is_adjusted() -> None:
+    greedy, drawn = SamplingParams(temperature=0), SamplingParams(seed=3)
+
+    def forbid(logits_V: torch.Tensor) -> torch.Tensor:
+        return logits_V.index_fill(0, torch.tensor([4]), float("-inf"))
+
+    plain = sample(LOGITS.repeat(2, 1), [Draw(greedy, 0), Draw(drawn, 9)])
+    mixed = sample(
+        LOGITS.repeat(4, 1),
+        [Draw(greedy, 0), Draw(greedy, 0, forbid), Draw(drawn, 9), Draw(drawn, 9, forbid)],
+    )
+    assert mixed[0] == plain[0] == 4 and mixed[1] == 0
+    assert mixed[2] == plain[1] and mixed[3] != 4
+    nothing = sample(LOGITS[None], [Draw(greedy, 0, lambda logits_V: logits_V.fill_(float("-inf")))])
+    assert nothing == [None]
 
 
 def test_nothing_to_sample_is_nothing() -> None:

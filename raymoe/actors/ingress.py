@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from raymoe.actors.loopback import keep_replica_on_loopback
+from raymoe.actors.router import HEALTH_CHECK_S
 from raymoe.actors.spec import Spec
-from raymoe.errors import EngineError, NotReadyError, OverloadedError, RaymoeError
+from raymoe.errors import EngineError, NotReadyError, OverloadedError, RaymoeError, RouterLostError
 from raymoe.observe.log import setup_logging
 
 if TYPE_CHECKING:
@@ -23,18 +25,47 @@ if TYPE_CHECKING:
     from raymoe.engine.messages import GenerateChunk, GenerateRequest
 
 READINESS_S = 2.0
+PAUSE_S = 0.1
 
 
 class RouterBackend:
-    """The api's backend over a Serve handle to the routers."""
+    """The api's backend over a Serve handle to the routers.
 
-    def __init__(self, routers: DeploymentHandle) -> None:
+    Args:
+        wait_s: how long a request may be without a router.
+        caller: this actor's name. Routers watch it, and abandon its requests when it dies.
+    """
+
+    def __init__(self, routers: DeploymentHandle, wait_s: float, caller: str) -> None:
         self._generate = routers.generate.options(stream=True)
         self._readiness = routers.readiness
+        self._wait_s, self._caller = wait_s, caller
+        self.on_replay: Callable[[], None] = lambda: None
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream one sequence from some router. Closing it cancels the router's call."""
-        stream = self._generate.remote(request)
+    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Stream one sequence from some router, and from another one when that is lost. Closing it cancels."""
+        from raymoe.engine.replay import replaying
+
+        return replaying(self._attempt, request, wait_s=self._wait_s, on_replay=lambda: self.on_replay())
+
+    async def readiness(self) -> str | None:
+        """None, or what is missing. Serve hands calls only to routers that have a layout."""
+        try:
+            async with asyncio.timeout(READINESS_S):
+                while True:
+                    try:
+                        reason: str | None = await self._readiness.remote()
+                        return reason
+                    except RayActorError:
+                        # One that just died: ask another one, or wait for its replacement.
+                        await asyncio.sleep(PAUSE_S)
+        except TimeoutError:
+            return "no router is ready: model and expert groups are being loaded"
+        except (RayError, RayServeException) as error:
+            return unwrap(error).message
+
+    async def _attempt(self, request: GenerateRequest) -> AsyncGenerator[GenerateChunk, None]:
+        stream = self._generate.remote(request, self._caller)
         try:
             async for chunk in stream:
                 yield chunk
@@ -45,17 +76,6 @@ class RouterBackend:
             with contextlib.suppress(RayError, RayServeException):
                 stream.cancel()
 
-    async def readiness(self) -> str | None:
-        """None, or what is missing. Serve hands calls only to routers that have a layout."""
-        try:
-            async with asyncio.timeout(READINESS_S):
-                reason: str | None = await self._readiness.remote()
-        except TimeoutError:
-            return "no router is ready: model and expert groups are being loaded"
-        except (RayError, RayServeException) as error:
-            return unwrap(error).message
-        return reason
-
 
 def unwrap(error: Exception) -> RaymoeError:
     """The raymoe error that Ray brought along, or the one that says the same."""
@@ -65,7 +85,9 @@ def unwrap(error: Exception) -> RaymoeError:
     if isinstance(cause, BackPressureError):
         return OverloadedError("all routers are busy")
     if isinstance(cause, RayActorError):
-        return NotReadyError("the router that had this request is gone; send it again")
+        return RouterLostError("the router that had this request is gone; send it again")
+    if isinstance(cause, DeploymentUnavailableError):
+        return NotReadyError("no router could be started")
     return EngineError(f"{type(cause).__name__}: {cause}")
 
 
@@ -81,7 +103,10 @@ class Ingress:
         from raymoe.api.http import create_app
         from raymoe.api.service import Service
 
-        service = Service.from_checkpoint(spec.path, RouterBackend(routers), spec.settings)
+        name = ray.get_runtime_context().get_actor_name()
+        backend = RouterBackend(routers, spec.settings.groups.replace_timeout_s, name)
+        service = Service.from_checkpoint(spec.path, backend, spec.settings)
+        backend.on_replay = service.metrics.replays.inc
         self._app = create_app(service)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -93,6 +118,7 @@ def ingress_options() -> dict[str, Any]:
     return {
         "max_ongoing_requests": 10_000,
         "ray_actor_options": {"num_cpus": 0.1},
+        "health_check_period_s": HEALTH_CHECK_S,
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": 5.0,
     }

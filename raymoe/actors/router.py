@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
+from raymoe.actors.callers import Callers
 from raymoe.actors.link import ControllerLink, controller_status, start_controller
 from raymoe.actors.loopback import keep_replica_on_loopback
 from raymoe.actors.spec import Spec
-from raymoe.errors import ClusterError, EngineError
+from raymoe.errors import ClusterError, EngineError, NotReadyError
 from raymoe.observe.log import setup_logging
 from raymoe.policy.layout import Layout
 from raymoe.policy.threads import thread_environment
@@ -32,6 +34,8 @@ HOPELESS = 3
 """So many failed starts of expert groups end a router that has never had a layout."""
 STEP_S = 20.0
 """The longest that one step may take, besides what it waits for expert groups."""
+HEALTH_CHECK_S = 1.0
+"""How soon Serve notices that a replica is dead, and starts another."""
 
 
 @serve.deployment
@@ -48,6 +52,7 @@ class Router:
         from raymoe.engine.client import EngineClient
 
         self._engine = await EngineClient.spawn(engine_config(spec, self._id))
+        self._callers = Callers(self._abandon)
         self._link = ControllerLink(spec, self._id, self._set_layout)
         self._following = asyncio.create_task(self._link.run())
         try:
@@ -60,35 +65,55 @@ class Router:
                 why = self._link.problem or "engine or expert groups are still loading"
                 raise ClusterError(f"no router after {START_S:g} s: {why}") from None
             raise
+        self._leaving = asyncio.create_task(self._leave_with_engine())
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream one sequence; closing or cancelling stops it in the engine."""
-        async with aclosing(self._engine.generate(request)) as stream:  # type: ignore[type-var]
-            async for chunk in stream:
-                yield chunk
+    async def generate(self, request: GenerateRequest, caller: str) -> AsyncIterator[GenerateChunk]:
+        """Stream one sequence to the actor called `caller`, first a chunk that says who has it.
+
+        Closing or cancelling stops it in the engine, and so does the caller's death.
+        """
+        from raymoe.engine.messages import GenerateChunk
+
+        with self._callers.serving(caller, request.request_id):
+            async with aclosing(self._engine.generate(request)) as stream:  # type: ignore[type-var]
+                yield GenerateChunk(())
+                async for chunk in stream:
+                    yield chunk
 
     async def readiness(self) -> str | None:
         """None when requests can be answered, else why not."""
-        return self._engine.blocked if self._engine.failure is None else self._engine.failure.message
+        return self._engine.blocked
 
     async def stats(self) -> dict[str, Any]:
         """The engine's counters, and which layout is in use."""
         return {"router": self._id, "epoch": self._link.epoch, **await self._engine.stats(self._patience_s)}
 
     async def check_health(self) -> None:
-        """Serve replaces this replica when its engine is dead or no longer answers between two steps.
+        """Serve replaces this replica when it fails. One whose engine no longer answers between two steps leaves.
 
         Raises:
-            EngineError, TimeoutError: the engine, or the task that follows the controller.
+            EngineError: the task that follows the controller has ended.
         """
         if self._following.done():
             raise EngineError(f"the controller is no longer followed: {self._following.exception()}")
-        await self._engine.stats(self._patience_s)
+        try:
+            await self._engine.stats(self._patience_s)
+        except TimeoutError:
+            log.error("the engine does not answer for %g s", self._patience_s)
+            self._engine.process.kill()
 
     @property
     def _patience_s(self) -> float:
         # A step may wait for an expert group that long.
         return self._spec.settings.groups.reply_timeout_s + STEP_S
+
+    async def _leave_with_engine(self) -> None:
+        # Its requests are replayed as soon as this process is seen to be dead; a health check takes longer.
+        log.error("leaving: %s", await self._engine.wait_ended())
+        os._exit(1)
+
+    def _abandon(self, request_id: str) -> None:
+        self._engine.abandon(request_id, NotReadyError("the ingress that had this request is gone"))
 
     async def _set_layout(self, wire: dict[str, Any]) -> None:
         await self._engine.set_layout(Layout.from_wire(wire))
@@ -139,7 +164,7 @@ def router_options(settings: Settings) -> dict[str, Any]:
         },
         "graceful_shutdown_wait_loop_s": 0.2,
         "graceful_shutdown_timeout_s": 5.0,
-        "health_check_period_s": 2.0,
+        "health_check_period_s": HEALTH_CHECK_S,
         "health_check_timeout_s": settings.groups.reply_timeout_s + 2 * STEP_S,
         "max_constructor_retry_count": 2,
     }

@@ -83,6 +83,12 @@ class EngineClient:
         await self._until(lambda: self.ready is not None, timeout_s)
         return self.ready or {}
 
+    async def wait_ended(self) -> RaymoeError:
+        """Wait until the process has ended; returns `failure`."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.failure is not None)
+        return self.failure or EngineError(ENDED)
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         """Stream a request's chunks. Closing the iterator cancels the request.
 

@@ -68,6 +68,9 @@ class ApiMetrics:
         self.completion_tokens = Counter(
             "raymoe_completion_tokens", "Tokens generated for clients.", registry=self.registry
         )
+        self.replays = Counter(
+            "raymoe_replays", "Sequences that went on at another router.", registry=self.registry
+        )
 
     def answered(self, path: str, outcome: Outcome, seconds: float) -> None:
         """Count one HTTP request; a path outside `PATHS` counts as other."""

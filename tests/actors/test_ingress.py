@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from raymoe.actors.ingress import RouterBackend, unwrap
 from raymoe.engine.messages import GenerateChunk, GenerateRequest
@@ -19,6 +20,7 @@ from raymoe.errors import (
     NotReadyError,
     OverloadedError,
     RaymoeError,
+    RouterLostError,
 )
 
 REQUEST = GenerateRequest("r", (1, 2), 4)
@@ -44,7 +46,8 @@ def test_typed_errors_come_out_as_they_went_in(error: RaymoeError) -> None:
 
 
 def test_other_errors_become_the_raymoe_error_that_says_the_same() -> None:
-    assert isinstance(unwrap(ActorDiedError()), NotReadyError)
+    assert isinstance(unwrap(ActorDiedError()), RouterLostError)
+    assert type(unwrap(DeploymentUnavailableError(DeploymentID("Router", "a")))) is NotReadyError
     assert isinstance(unwrap(from_ray(KeyError("x"))), EngineError)
     assert isinstance(
         unwrap(BackPressureError(num_queued_requests=1, max_queued_requests=1)), OverloadedError
@@ -65,6 +68,10 @@ class Handle:
 
     def remote(self, *_: Any) -> Any:
         return Stream(self)
+
+
+def backend(handle: Handle) -> RouterBackend:
+    return RouterBackend(cast(Any, handle), wait_s=30, caller="ingress")
 
 
 class Stream:
@@ -88,7 +95,7 @@ def test_closing_the_backends_stream_cancels_the_routers_call() -> None:
 
     async def run() -> None:
         handle = Handle(play)
-        stream = RouterBackend(handle).generate(REQUEST)
+        stream = backend(handle).generate(REQUEST)
         assert await anext(stream) == GenerateChunk((5,))
         assert not handle.cancelled
         await stream.aclose()
@@ -103,7 +110,7 @@ def test_error_in_the_middle_of_a_stream_keeps_its_type() -> None:
         raise from_ray(ExpertUnavailableError(1, ("g0",)))
 
     async def run() -> None:
-        stream = RouterBackend(Handle(play)).generate(REQUEST)
+        stream = backend(Handle(play)).generate(REQUEST)
         assert await anext(stream) == GenerateChunk((5,))
         with pytest.raises(ExpertUnavailableError, match="MoE layer 1"):
             await anext(stream)
@@ -115,5 +122,5 @@ def test_readiness_without_a_router_is_a_reason_and_not_a_wait() -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
-    reason = asyncio.run(RouterBackend(Handle(never)).readiness())
+    reason = asyncio.run(backend(Handle(never)).readiness())
     assert reason is not None and "loaded" in reason

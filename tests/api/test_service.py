@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConf
 
 from raymoe.api.service import Limits, Service
 from raymoe.config import Settings
-from raymoe.engine.messages import GenerateRequest
+from raymoe.engine.messages import GenerateRequest, SamplingParams
 from raymoe.errors import CheckpointError
 from tests.api.scripted import (
     BOS,
@@ -143,6 +143,66 @@ def test_seeds_are_drawn_when_none_is_given_and_never_negative() -> None:
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert 0 <= sent(complete, prompt="a", seed=-3)[0].sampling.seed < 2**63
+
+
+def test_sampling_fields_become_parameters() -> None:
+    fields = {
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+    }
+    (request,) = sent(complete, prompt="a", logit_bias={"5": 2, str(VOCAB - 1): -100}, **fields)
+    assert {name: getattr(request.sampling, name) for name in fields} == fields
+    assert request.sampling.logit_bias == ((5, 2.0), (VOCAB - 1, -100.0))
+    (request,) = sent(complete, prompt="a")
+    assert request.sampling == SamplingParams(seed=request.sampling.seed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ends", "late"),
+    [
+        ({}, (EOS,), ()),
+        ({"stop_token_ids": [7, 7, EOS]}, (EOS, 7), ()),
+        ({"ignore_eos": True}, (), ()),
+        ({"ignore_eos": True, "stop_token_ids": [7]}, (7,), ()),
+        ({"min_tokens": 2, "stop_token_ids": [7]}, (EOS, 7), (EOS, 7)),
+        ({"min_tokens": 2, "ignore_eos": True}, (), (EOS,)),
+    ],
+)
+def test_which_tokens_end_a_sequence_and_which_must_wait(fields: Any, ends: Any, late: Any) -> None:
+    (request,) = sent(complete, prompt="a", **fields)
+    assert (request.stop_token_ids, request.sampling.late_ids) == (ends, late)
+    assert request.sampling.min_tokens == fields.get("min_tokens", 0)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logit_bias": {str(VOCAB): 1}}, {"stop_token_ids": [VOCAB]}, {"stop_token_ids": [3, -1]}]
+)
+@pytest.mark.parametrize("of", [complete, chat])
+def test_biases_and_stops_outside_the_vocabulary_are_refused(of: Any, fields: Any) -> None:
+    error = refused(of, **({"prompt": "a"} if of is complete else {"messages": USER}), **fields)
+    assert (error["code"], [error["param"]]) == ("token_out_of_vocabulary", list(fields))
+    assert str(VOCAB - 1) in error["message"]
+
+
+def test_min_tokens_must_fit_into_what_may_be_generated() -> None:
+    assert refused(complete, prompt="a", min_tokens=17)["param"] == "min_tokens"
+    assert refused(complete, prompt="a", min_tokens=3, max_tokens=2)["param"] == "min_tokens"
+    assert refused(chat, messages=USER, min_tokens=CONTEXT)["param"] == "min_tokens"
+    assert sent(complete, prompt="a", min_tokens=16)[0].sampling.min_tokens == 16
+
+
+def test_stop_strings_are_looked_for_behind_min_tokens() -> None:
+    def said(**fields: Any) -> tuple[str, str, int]:
+        body = complete(make_service(ScriptedBackend("abcabc.")), prompt="x", stop="bc", **fields).json()
+        choice = body["choices"][0]
+        return choice["text"], choice["finish_reason"], body["usage"]["completion_tokens"]
+
+    assert said() == ("a", "stop", 3)
+    assert said(min_tokens=2) == ("abca", "stop", 6)
+    assert said(min_tokens=3) == ("abca", "stop", 6)
+    assert said(min_tokens=6) == ("abcabc.", "stop", 7)
 
 
 def test_too_many_choices_are_refused() -> None:

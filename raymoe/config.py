@@ -40,6 +40,8 @@ class GroupSettings(_Section):
     cpus: float = Field(default=0.1, gt=0)
     """CPU share that Ray reserves for each group; for placement only, it limits nothing."""
     gpus: float = Field(default=0, ge=0)
+    lane: Literal["shm", "object_store"] = "shm"
+    """How rows travel between routers and groups; `object_store` is the slow reference."""
     lane_bytes: int = Field(default=64 << 20, ge=64 << 10)
     """Size of each of a lane's two rings."""
     reply_timeout_s: float = Field(default=30.0, gt=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -20,14 +21,24 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 with warnings.catch_warnings():
     # Serve's own use of deprecated pydantic options.
     warnings.simplefilter("ignore")
-    import ray.serve  # noqa: F401
+    import ray.serve
+
+
+@contextlib.contextmanager
+def private_ray() -> Iterator[None]:
+    """A running Ray with a few logical CPUs and no dashboard. Whoever asks first starts and ends it."""
+    from raymoe.actors import cluster
+
+    if ray.is_initialized():
+        yield
+        return
+    cluster.start_private(cpus=8)
+    yield
+    cluster.stop_ray()
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A running Ray with a few logical CPUs and no dashboard; gone after the tests."""
-    from raymoe.actors import cluster
-
-    cluster.start_private(cpus=8)
-    yield
-    cluster.stop_ray()
+    """`private_ray` for all tests."""
+    with private_ray():
+        yield

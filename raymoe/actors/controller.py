@@ -231,9 +231,10 @@ class Controller:
                 for expert, slot, generation in places:
                     copies[layer][expert].append(Copy(str(group.name), slot, generation))
         self._epoch += 1
+        kind = self._spec.settings.groups.lane
         self._layout = Layout(
             self._epoch,
-            tuple(GroupPlace(str(group.name), group.told["address"]) for group in serving),
+            tuple(GroupPlace(str(group.name), group.told["address"], kind) for group in serving),
             tuple(tuple(tuple(expert) for expert in layer) for layer in copies),
         )
         log.info("layout %d: %s", self._epoch, ", ".join(str(group.name) for group in serving))

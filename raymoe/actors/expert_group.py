@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raymoe.actors.spec import NAMESPACE, GroupName, Spec
+from raymoe.errors import LaneClosedError
 from raymoe.observe.log import setup_logging
 from raymoe.policy.threads import thread_environment
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from raymoe.experts.serve import GroupServer
+    from raymoe.lanes.object_store_door import Door
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class ExpertGroupActor:
         setup_logging(name)
         self._spec, self._name = spec, name
         self._server: GroupServer | None = None
+        self._door: Door | None = None
         self._loading: asyncio.Task[dict[str, Any]] | None = None
         self._loaded_bytes = 0
         self._heard = time.monotonic()
@@ -61,6 +64,12 @@ class ExpertGroupActor:
         """Never returns: a pending call shows this process's death to the caller at once."""
         await asyncio.Event().wait()
 
+    async def lane(self, name: str, lane: str, *args: Any) -> Any:
+        """A call of an object_store lane; see `Door.call`."""
+        if self._door is None:
+            raise LaneClosedError(self._name, "it serves no object_store lanes")
+        return await self._door.call(name, lane, *args)
+
     def _load(self) -> dict[str, Any]:
         # Imported here, so that the actor answers pings while torch and transformers are loaded.
         import torch
@@ -70,6 +79,7 @@ class ExpertGroupActor:
         from raymoe.experts.group import ExpertGroup
         from raymoe.experts.serve import GroupServer
         from raymoe.lanes.hello import Hello
+        from raymoe.lanes.object_store_door import Door
         from raymoe.policy.layout import even_slices
 
         spec, settings = self._spec, self._spec.settings.groups
@@ -87,10 +97,14 @@ class ExpertGroupActor:
         hello = Hello(spec.token, spec.fingerprint, spec.dtype, spec.hidden_size)
         self._server = GroupServer(group, hello, settings.threads)
         self._server.start()
-        log.info("%d bytes loaded in %.1f s", self._loaded_bytes, time.monotonic() - start)
         context = ray.get_runtime_context()
+        address = self._server.address
+        if settings.lane == "object_store":
+            self._door = Door(self._name, hello, self._server.add_lane)
+            address = f"{context.gcs_address}/{NAMESPACE}/{self._name}"
+        log.info("%d bytes loaded in %.1f s", self._loaded_bytes, time.monotonic() - start)
         return {
-            "address": self._server.address,
+            "address": address,
             "pid": os.getpid(),
             "node": context.get_node_id(),
             "copies": copies,

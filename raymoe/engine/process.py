@@ -27,7 +27,7 @@ from raymoe.engine.scheduler import Limits
 from raymoe.engine.wire import Unframer, error_to_wire, event_to_wire, frame, request_from_wire
 from raymoe.errors import EngineError, ExpertUnavailableError, MemoryLimitError, RaymoeError
 from raymoe.lanes.hello import Hello
-from raymoe.lanes.shm import connect
+from raymoe.lanes.kinds import connect
 from raymoe.model.attention import NAME as ATTENTION
 from raymoe.model.attention import check_attention
 from raymoe.model.cache import FIRST_CAPACITY
@@ -90,6 +90,7 @@ class Process:
 
         def open_lane(place: GroupPlace) -> Any:
             return connect(
+                place.kind,
                 place.name,
                 place.address,
                 hello,

@@ -60,3 +60,9 @@ class Doorbell:
 
     def _closed(self, error: OSError) -> LaneClosedError:
         return LaneClosedError(self.peer, errno.errorcode.get(error.errno or 0, "closed"))
+
+
+def doorbells(near: str, far: str | None = None) -> tuple[Doorbell, Doorbell]:
+    """Both ends of a new one inside this process; `near` and `far` name the peers of the two."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Doorbell(ours, near), Doorbell(theirs, near if far is None else far)

@@ -6,14 +6,13 @@ Used by tests and by programs that hold router and groups in one process.
 from __future__ import annotations
 
 import itertools
-import socket
 from collections import deque
 
 import torch
 
 from raymoe.errors import LaneClosedError, StaleLayoutError
 from raymoe.lanes.base import Piece, Reply, Request
-from raymoe.lanes.doorbell import Doorbell
+from raymoe.lanes.doorbell import Doorbell, doorbells
 from raymoe.lanes.header import HEADER_BYTES, Header, Kind
 
 MAX_IN_FLIGHT = 64
@@ -108,9 +107,6 @@ class InprocGroupLane:
 
 def inproc_pair(group: str, max_pairs: int = 4096) -> tuple[InprocRouterLane, InprocGroupLane]:
     """Both ends of a new lane to `group`."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = doorbells(group, "router")
     shared = _Shared()
-    return (
-        InprocRouterLane(group, Doorbell(ours, group), shared, max_pairs),
-        InprocGroupLane(Doorbell(theirs, "router"), shared),
-    )
+    return InprocRouterLane(group, ours, shared, max_pairs), InprocGroupLane(theirs, shared)

@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -40,9 +41,21 @@ def shm_pair(ring_bytes=RING):
     return router, lanes[0]
 
 
-@pytest.fixture(params=["inproc", "shm"])
+def object_store_pair(host, hello=HELLO, ring_bytes=RING):
+    from raymoe.lanes import object_store
+    from tests.lanes.hosted import HostedGroupLane
+
+    actor, address = host
+    router = object_store.connect("g0", address, hello, ring_bytes=ring_bytes, router="r0", timeout_s=30)
+    return router, HostedGroupLane(actor, hello)
+
+
+@pytest.fixture(params=["inproc", "shm", pytest.param("object_store", marks=pytest.mark.ray)])
 def pair(request):
-    router, group = inproc_pair("g0") if request.param == "inproc" else shm_pair()
+    if request.param == "object_store":
+        router, group = object_store_pair(request.getfixturevalue("host"))
+    else:
+        router, group = inproc_pair("g0") if request.param == "inproc" else shm_pair()
     yield router, group
     router.close()
     group.close()
@@ -59,7 +72,8 @@ def piece(number=0, tokens=4, token_R=None, pairs=None, hidden=None):
 
 
 def wait(lane):
-    assert select.select([lane], [], [], 5)[0], "nothing arrived"
+    arrived = lane.wait() if hasattr(lane, "wait") else select.select([lane], [], [], 5)[0]
+    assert arrived, "nothing arrived"
 
 
 def test_rows_arrive_and_the_reply_comes_back(pair):
@@ -123,7 +137,9 @@ def test_progress_rises_with_each_tick(pair):
     before = router.progress()
     group.tick()
     group.tick()
-    assert router.progress() > before
+    deadline = time.monotonic() + 10
+    while router.progress() <= before:
+        assert time.monotonic() < deadline, "no progress"
 
 
 def test_a_full_lane_says_no_and_goes_on_after_a_release(pair):
@@ -132,38 +148,52 @@ def test_a_full_lane_says_no_and_goes_on_after_a_release(pair):
     while sent < 1000 and router.send(piece(sent, tokens=32)):
         sent += 1
     assert 1 < sent < 1000
-    for number in range(sent):
+    for _ in range(sent):
+        wait(group)
         request = group.receive()
-        assert request.header.piece == number
-        request.out_PH.fill_(number)
+        request.out_PH.fill_(request.header.piece)
         group.reply(request, 0, 0, 0)
-    for number in range(sent):
+    answered = set()
+    for _ in range(sent):
+        wait(router)
         reply = router.receive()
-        assert torch.all(reply.out_PH == number)
+        assert torch.all(reply.out_PH == reply.header.piece)
+        answered.add(reply.header.piece)
         router.release(reply)
+    assert answered == set(range(sent))
     assert router.send(piece(sent, tokens=32))
 
 
-def test_the_largest_piece_fits_an_empty_lane_twice():
-    router, group = shm_pair()
-    with contextlib.closing(router), contextlib.closing(group):
-        most = router.max_pairs
-        for number in range(2):
-            big = piece(number, tokens=most, hidden=torch.zeros(most, HIDDEN))
-            assert router.send(replace(big, segments_S3=np.tile(np.int32([[0, 0, 1]]), (most, 1))))
+def test_the_largest_piece_fits_an_empty_lane_twice(pair):
+    router, _ = pair
+    most = min(router.max_pairs, 4096)
+    for number in range(2):
+        big = piece(number, tokens=most, hidden=torch.zeros(most, HIDDEN))
+        assert router.send(replace(big, segments_S3=np.tile(np.int32([[0, 0, 1]]), (most, 1))))
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"token": "guess"}, "the token differs"),
-        ({"fingerprint": "other"}, "fingerprint"),
-        ({"dtype": "bfloat16"}, "dtype"),
-    ],
-)
+MISFITS = [
+    ({"token": "guess"}, "the token differs"),
+    ({"fingerprint": "other"}, "fingerprint"),
+    ({"dtype": "bfloat16"}, "dtype"),
+    ({"hidden_size": 8}, "hidden_size"),
+    ({"protocol": 0}, "protocol version 0 called"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), MISFITS)
 def test_a_caller_that_does_not_fit_is_told_why(change, text):
     with pytest.raises(HelloRefusedError, match=text):
         connect_with(replace(HELLO, **change))
+
+
+@pytest.mark.ray
+def test_an_actor_tells_a_caller_that_does_not_fit_why(host):
+    for change, text in MISFITS:
+        with pytest.raises(HelloRefusedError, match=text):
+            object_store_pair(host, replace(HELLO, **change))
+    with pytest.raises(HelloRefusedError, match=r"groups\.lane_bytes"):
+        object_store_pair(host, ring_bytes=64)
 
 
 def connect_with(hello, **options):

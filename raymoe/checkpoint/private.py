@@ -19,6 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -56,6 +57,11 @@ def read_config(path: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except _BAD_CONFIG as error:
         raise CheckpointError(f"{path / 'config.json'} is refused by transformers: {_line(error)}") from None
+
+
+def attention_kinds(config: PretrainedConfig) -> set[str]:
+    """What the layers of a model keep of earlier tokens, in the names of transformers' cache classes."""
+    return set(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
 
 
 def meta_model(

@@ -12,10 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from raymoe.dispatch.exchange import Call, Exchange
-from raymoe.dispatch.laneset import Connect, LaneSet
+from raymoe.dispatch.laneset import LaneSet
+from raymoe.dispatch.opener import Connect
 from raymoe.dispatch.pieces import combine
-from raymoe.dispatch.table import Int64s, LayerTable
-from raymoe.errors import EngineError
+from raymoe.dispatch.table import Int64s, LanePlan, LayerTable
+from raymoe.errors import EngineError, ExpertUnavailableError
 from raymoe.policy.layout import Layout
 
 
@@ -52,9 +53,12 @@ class Dispatcher:
         self._layout = layout
 
     def reconnect(self) -> None:
-        """Open new lanes to the groups that were lost, where they answer. A fenced lane is never used again."""
-        if self._layout is not None and self._lanes.lost:
-            self._lanes.update(self._layout)
+        """Open new lanes to the groups that were lost, where they answer; waits for nothing.
+
+        To be called between steps, again and again. A fenced lane is never used again.
+        """
+        if self._lanes.lost:
+            self._lanes.reconnect()
 
     def run(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The experts' part of MoE layer `layer`, [T, H] in the dtype of `hidden_TH`.
@@ -62,7 +66,7 @@ class Dispatcher:
         `ids_TK` int64 are logical experts, `weights_TK` the gate's weights in any float dtype.
 
         Raises:
-            ExpertUnavailableError: names the layer and the groups; nothing is left in flight.
+            ExpertUnavailableError: names the layer, the groups and the rows; nothing is left in flight.
             EngineError: no layout yet, or the gate chose an expert that the layout doesn't know.
         """
         if not self._tables:
@@ -79,7 +83,7 @@ class Dispatcher:
         out_PH = hidden_TH.new_empty(tokens * top_k, hidden_TH.shape[1])
         self._step += 1
         call = Call(self.epoch, self._step, layer, top_k, hidden_TH, out_PH)
-        plans = table.plan(expert_P, frozenset(self._lanes.lost), self._queued_G)
+        plans = self._plan(table, expert_P, None, top_k)
         stats["plan_ns"] += time.monotonic_ns() - started
         waited, number = time.monotonic_ns(), 0
         while plans:
@@ -92,14 +96,35 @@ class Dispatcher:
             if not exchange.failed:
                 break
             stats["retries"] += 1
-            pair_P = np.sort(np.concatenate(exchange.failed))
-            again = table.plan(expert_P[pair_P], frozenset(self._lanes.lost), self._queued_G)
-            plans = [plan._replace(pair_P=pair_P[plan.pair_P]) for plan in again]
+            plans = self._plan(table, expert_P, np.sort(np.concatenate(exchange.failed)), top_k)
         stats["wait_ns"] += time.monotonic_ns() - waited
         stats["pieces"] += number
         stats["calls"] += 1
         self._pairs_LE[layer] += pairs_E
         return combine(out_PH.view(tokens, top_k, -1), weights_TK, hidden_TH.dtype)
+
+    def missing(self) -> ExpertUnavailableError | None:
+        """Look at all lanes: which expert can't be computed now, None while all can."""
+        self._lanes.notice()
+        lost = frozenset(self._lanes.lost)
+        for table in self._tables if lost else ():
+            gone = np.flatnonzero(table.gone(lost)).tolist()
+            if gone:
+                return ExpertUnavailableError(table.layer, table.groups_of(gone))
+        return None
+
+    def _plan(self, table: LayerTable, expert_P: Int64s, pair_P: Int64s | None, top_k: int) -> list[LanePlan]:
+        """Plan all pairs, or those at `pair_P`."""
+        lost = frozenset(self._lanes.lost)
+        wanted_P = expert_P if pair_P is None else expert_P[pair_P]
+        if lost:
+            at_P = np.flatnonzero(table.gone(lost)[wanted_P])
+            if len(at_P):
+                groups = table.groups_of(np.unique(wanted_P[at_P]).tolist())
+                rows = np.unique((at_P if pair_P is None else pair_P[at_P]) // top_k).tolist()
+                raise ExpertUnavailableError(table.layer, groups, rows=rows)
+        plans = table.plan(wanted_P, lost, self._queued_G)
+        return plans if pair_P is None else [plan._replace(pair_P=pair_P[plan.pair_P]) for plan in plans]
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and pairs per (layer, logical expert)."""

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raymoe.errors import ExpertUnavailableError
 from raymoe.policy.layout import Copy
 
 Int64s = NDArray[np.int64]
@@ -39,21 +38,31 @@ class LayerTable:
         self._lane_from_G = np.searchsorted(self._lane_X, np.arange(len(lanes) + 1))
         self._first_E = np.array([copies[0] for copies in self._copies])
         self._single = all(len(copies) == 1 for copies in self._copies)
+        self._gone: tuple[frozenset[int], NDArray[np.bool_]] = (frozenset(), np.zeros(len(copies), bool))
 
     @property
     def experts(self) -> int:
         """E."""
         return len(self._copies)
 
+    def gone(self, lost: frozenset[int]) -> NDArray[np.bool_]:
+        """Which experts have no copy outside `lost`: bool [E]."""
+        if self._gone[0] != lost:
+            lanes = [{int(self._lane_X[x]) for x in copies} for copies in self._copies]
+            self._gone = lost, np.array([lost.issuperset(own) for own in lanes])
+        return self._gone[1]
+
+    def groups_of(self, experts: Sequence[int]) -> tuple[str, ...]:
+        """Names of the groups that hold these experts, in order."""
+        lanes = {int(self._lane_X[x]) for expert in experts for x in self._copies[expert]}
+        return tuple(self._groups[lane] for lane in sorted(lanes))
+
     def plan(self, expert_P: Int64s, lost: frozenset[int], queued_G: Sequence[int]) -> list[LanePlan]:
-        """Give every pair's logical expert to one living copy.
+        """Give every pair's logical expert to one living copy; none of them may be `gone`.
 
         All rows of an expert go to one copy, the one on the lane with the fewest rows (`queued_G` plus what
         this plan gave it), hottest expert first: so the row count of a product, and with it its rounding,
         does not depend on how many copies there are.
-
-        Raises:
-            ExpertUnavailableError: an expert has no copy outside `lost`.
         """
         if self._single and not lost:
             physical_E = self._first_E
@@ -85,9 +94,6 @@ class LayerTable:
             if rows == 0:
                 break
             living = [x for x in self._copies[expert] if int(self._lane_X[x]) not in lost]
-            if not living:
-                gone = sorted({self._groups[self._lane_X[x]] for x in self._copies[expert]})
-                raise ExpertUnavailableError(self.layer, tuple(gone))
             best = min(living, key=lambda x: (load[int(self._lane_X[x])], x))
             load[int(self._lane_X[best])] += rows
             physical_E[expert] = best

@@ -22,14 +22,15 @@ from raymoe.errors import (
     RequestError,
     VocabularyError,
 )
-from raymoe.model.cache import SequenceCache
-from raymoe.model.forward import Part, forward
+from raymoe.model.forward import Outcome, Part, forward, forward_available, new_cache
 from raymoe.model.sampler import sample
 from raymoe.policy.layout import Layout
 
 log = logging.getLogger(__name__)
 
 PROBE_TOKENS = (0, 1)
+LOOK_S = 0.5
+"""How often it is looked which experts are missing or back."""
 
 
 class Experts(Protocol):
@@ -42,7 +43,10 @@ class Experts(Protocol):
         """Use this layout from the next call on."""
 
     def reconnect(self) -> None:
-        """Try to reach what was lost."""
+        """Try to reach what was lost, without waiting for it."""
+
+    def missing(self) -> ExpertUnavailableError | None:
+        """Which expert can't be computed now, None while all can."""
 
     def stats(self) -> dict[str, Any]:
         """Counters."""
@@ -59,7 +63,7 @@ class Event(NamedTuple):
 
 
 class Engine:
-    """Continuous batching over one packed model. Not thread-safe: `step` and the rest are called in turns."""
+    """Continuous batching over one model. Not thread-safe: `step` and the rest are called in turns."""
 
     def __init__(
         self,
@@ -77,10 +81,12 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self._sequences: dict[str, Sequence] = {}
         self.blocked: ExpertUnavailableError | None = None
-        """Why the last step had no effect: an expert was missing. Cleared by the next step that has one."""
+        """The expert that is missing, None while all are there as far as is known."""
+        self._looked = clock()
         self._stats = {
             "steps": 0,
             "blocked_steps": 0,
+            "parkings": 0,
             "prompt_tokens": 0,
             "generated_tokens": 0,
             "finished": 0,
@@ -89,8 +95,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """There are sequences to advance."""
+        """There are sequences."""
         return bool(self._sequences)
+
+    @property
+    def waits(self) -> bool:
+        """Whatever sequences there are, all are parked."""
+        return all(sequence.parked for sequence in self._sequences.values())
 
     def submit(self, request: GenerateRequest) -> None:
         """Queue a request.
@@ -108,7 +119,7 @@ class Engine:
         known = (*request.prompt_ids, *request.generated_ids, *biased, *request.sampling.late_ids)
         if min(known) < 0 or max(known) >= self._vocab_size:
             raise VocabularyError(f"a token id lies outside 0..{self._vocab_size - 1}", "prompt")
-        sequence = Sequence(request, self._clock())
+        sequence = Sequence(request, self._clock(), new_cache(self._model))
         if sequence.final_length > self._max_context:
             raise ContextLengthError(
                 f"{sequence.prompt_length} prompt tokens and {request.max_tokens} new ones exceed the model's"
@@ -127,36 +138,50 @@ class Engine:
             self._stats["cancelled"] += 1
 
     def step(self) -> list[Event]:
-        """Advance what can advance. A step whose experts are unavailable has no effect but `blocked`."""
+        """Advance what can advance. Sequences that miss an expert are parked, as if this step had not been."""
         started = self._clock()
+        if started - self._looked >= LOOK_S:
+            self.look()
         events = self._expire(started)
         chunks = self._scheduler.schedule()
         if not chunks:
             return events
         try:
-            logits = self._run(chunks)
+            outcome = self._run(chunks)
         except ExpertUnavailableError as error:
-            return events + self._on_unavailable(chunks, error)
+            self._stats["blocked_steps"] += 1
+            self._park([chunk.sequence for chunk in chunks], error)
+            return events
         except Exception as error:
             # A defect must end the requests it hit, and not the engine.
             log.exception("step failed")
             failure = error if isinstance(error, RaymoeError) else EngineError(f"step failed: {error}")
             return events + [self._end(chunk.sequence, failure) for chunk in chunks]
-        self.blocked = None
-        events += self._postprocess(chunks, logits)
+        if outcome.missing is not None:
+            self._park([chunks[number].sequence for number in outcome.parked], outcome.missing)
+        done = [chunk for number, chunk in enumerate(chunks) if number not in outcome.parked]
+        events += self._postprocess(done, outcome.logits_SV)
         self._stats["steps"] += 1
-        self._stats["computed_tokens"] += sum(chunk.rows for chunk in chunks)
+        self._stats["computed_tokens"] += sum(chunk.rows for chunk in done)
         self._stats["step_ns"] += int((self._clock() - started) * 1e9)
         return events
 
+    def look(self) -> None:
+        """Look whether all experts are there, and let what is parked try again."""
+        self._looked = self._clock()
+        self._experts.reconnect()
+        self.blocked = self._experts.missing()
+        for sequence in self._sequences.values():
+            sequence.parked = False
+
     def probe(self) -> None:
-        """Try the experts with two tokens of nobody's; sets or clears `blocked`."""
-        try:
-            kv_bytes_per_token(self._model, self._experts)
-        except ExpertUnavailableError as error:
-            self.blocked = error
-        else:
-            self.blocked = None
+        """As `look`, and try the experts with two tokens of nobody's."""
+        self.look()
+        if self.blocked is None:
+            try:
+                forward(self._model, [Part(new_cache(self._model), PROBE_TOKENS, True)], self._experts.run)
+            except ExpertUnavailableError as error:
+                self.blocked = error
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, and what is there now."""
@@ -165,6 +190,7 @@ class Engine:
             **self._stats,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
+            "parked": sum(sequence.missing is not None for sequence in scheduler.all()),
             "kv_tokens": scheduler.kv_tokens,
             "kv_tokens_limit": scheduler.limits.kv_tokens,
             "kv_bytes": sum(sequence.cache.nbytes for sequence in scheduler.running),
@@ -173,20 +199,20 @@ class Engine:
             "experts": self._experts.stats(),
         }
 
-    def _run(self, chunks: list[Chunk]) -> Tensor:
+    def _run(self, chunks: list[Chunk]) -> Outcome:
         parts = []
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.cache.length
             tokens = sequence.tokens[start : start + chunk.rows]
             parts.append(Part(sequence.cache, tokens, chunk.samples))
-        return forward(self._model, parts, self._experts.run)
+        return forward_available(self._model, parts, self._experts.run)
 
     def _postprocess(self, chunks: list[Chunk], logits: Tensor) -> list[Event]:
         # The caches have advanced: who has nothing pending is who sampled.
         sampled = [chunk.sequence for chunk in chunks if chunk.sequence.pending == 0]
         events = []
         for chunk in chunks:
-            chunk.sequence.waiting_since_s = None
+            chunk.sequence.go_on()
         tokens = sample(logits, [sequence.draw() for sequence in sampled])
         for sequence, token in zip(sampled, tokens, strict=True):
             if token is None:
@@ -210,37 +236,25 @@ class Engine:
         return Event(sequence.id, what)
 
     def _expire(self, now: float) -> list[Event]:
-        late = [sequence for sequence in self._sequences.values() if sequence.deadline_s <= now]
-        return [self._end(sequence, self._lateness(sequence)) for sequence in late]
+        events = []
+        for sequence in list(self._sequences.values()):
+            since = sequence.waiting_since_s
+            waited = since is not None and now - since >= self._replace_timeout_s
+            if waited or sequence.deadline_s <= now:
+                events.append(self._end(sequence, sequence.missing or self._lateness(sequence)))
+        return events
 
     def _lateness(self, sequence: Sequence) -> RaymoeError:
-        if self.blocked is not None and sequence.waiting_since_s is not None:
-            return self.blocked
         return DeadlineError(
             f"{sequence.generated} of at most {sequence.request.max_tokens} tokens were done after"
             f" {sequence.request.deadline_s:g} s"
         )
 
-    def _on_unavailable(self, chunks: list[Chunk], error: ExpertUnavailableError) -> list[Event]:
+    def _park(self, sequences: list[Sequence], error: ExpertUnavailableError) -> None:
         if self.blocked is None:
-            log.warning("step blocked: %s", error)
+            log.warning("%d of %d sequences wait: %s", len(sequences), len(self._sequences), error)
+            self._looked = self._clock()
         self.blocked = error
-        self._stats["blocked_steps"] += 1
-        now, events = self._clock(), []
-        for sequence, _ in chunks:
-            if sequence.waiting_since_s is None:
-                sequence.waiting_since_s = now
-            if now - sequence.waiting_since_s >= self._replace_timeout_s:
-                events.append(self._end(sequence, error))
-        return events
-
-
-def kv_bytes_per_token(model: PreTrainedModel, experts: Experts) -> int:
-    """Measured by a forward of two tokens, which also shows that every layer's experts answer.
-
-    Raises:
-        ExpertUnavailableError: they don't.
-    """
-    cache = SequenceCache()
-    forward(model, [Part(cache, PROBE_TOKENS, True)], experts.run)
-    return max(cache.nbytes // cache.capacity, 1)
+        self._stats["parkings"] += len(sequences)
+        for sequence in sequences:
+            sequence.park(error, self._clock())

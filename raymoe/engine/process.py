@@ -19,9 +19,11 @@ import torch
 
 from raymoe.checkpoint.folder import Checkpoint
 from raymoe.checkpoint.moe import describe
+from raymoe.checkpoint.private import attention_kinds
 from raymoe.checkpoint.router import load_router
 from raymoe.dispatch.dispatcher import Dispatcher
-from raymoe.engine.loop import Engine, kv_bytes_per_token
+from raymoe.engine.kv_size import kv_size
+from raymoe.engine.loop import LOOK_S, Engine
 from raymoe.engine.messages import EngineConfig
 from raymoe.engine.scheduler import Limits
 from raymoe.engine.wire import Unframer, error_to_wire, event_to_wire, frame, request_from_wire
@@ -29,15 +31,13 @@ from raymoe.errors import EngineError, ExpertUnavailableError, MemoryLimitError,
 from raymoe.lanes.hello import Hello
 from raymoe.lanes.kinds import connect
 from raymoe.model.attention import NAME as ATTENTION
-from raymoe.model.attention import check_attention
+from raymoe.model.attention import can_pack
 from raymoe.model.cache import FIRST_CAPACITY
 from raymoe.model.context import run_experts
 from raymoe.policy.layout import GroupPlace, Layout
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5
-"""How often a blocked step is tried again without a new layout."""
 CONNECT_TIMEOUT_S = 5.0
 IDLE_PROBE_S = 5.0
 """How often an idle engine tries its experts, so that readiness is known before a request finds out."""
@@ -101,8 +101,15 @@ class Process:
 
         self._config = config
         self._experts = Dispatcher(open_lane, config.silence_s)
-        check_attention(checkpoint.config)
-        self._model = load_router(checkpoint, run_experts, dtype=moe.dtype, attention=ATTENTION)
+        self._packs = can_pack(checkpoint.config)
+        if not self._packs:
+            log.warning(
+                "the packed cache can't hold the states of a %s model (%s): sequences are computed one by one",
+                checkpoint.config.model_type,
+                ", ".join(sorted(attention_kinds(checkpoint.config))),
+            )
+        attention = ATTENTION if self._packs else None
+        self._model = load_router(checkpoint, run_experts, dtype=moe.dtype, attention=attention)
         self._engine: Engine | None = None
         self._told: str | None = None
         self._tried = time.monotonic()
@@ -120,8 +127,6 @@ class Process:
             if engine is None:
                 self._try_to_start()
                 continue
-            if engine.blocked is not None:
-                self._experts.reconnect()
             now = time.monotonic()
             if engine.busy:
                 events = engine.step()
@@ -140,15 +145,18 @@ class Process:
             self._channel.send(kind="blocked", reason=reason)
 
     def _patience(self) -> float:
-        if self._engine is None or self._engine.blocked is not None:
-            return RETRY_S
-        return 0 if self._engine.busy else IDLE_PROBE_S
+        engine = self._engine
+        if engine is None or (engine.waits and engine.blocked is not None):
+            return LOOK_S
+        return 0 if engine.busy else IDLE_PROBE_S
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "layout":
             layout = Layout.from_wire(message["layout"])
             self._experts.set_layout(layout)
+            if self._engine is not None:
+                self._engine.look()
             self._channel.send(kind="layout", epoch=layout.epoch)
         elif kind == "stats":
             stats = {} if self._engine is None else self._engine.stats()
@@ -172,7 +180,7 @@ class Process:
         if self._experts.epoch < 0:
             return
         try:
-            per_token = kv_bytes_per_token(self._model, self._experts)
+            size = kv_size(self._model, self._experts.run)
         except ExpertUnavailableError as error:
             log.warning("not ready: %s", error)
             self._experts.reconnect()
@@ -182,15 +190,20 @@ class Process:
             step_tokens=config.step_tokens,
             max_sequences=config.max_sequences,
             max_waiting=config.max_waiting,
-            kv_tokens=config.kv_bytes // per_token,
+            kv_tokens=config.kv_bytes // size.per_token,
+            fixed_tokens=-(-size.fixed // size.per_token),
+            stepwise=not self._packs,
         )
-        if limits.kv_tokens < FIRST_CAPACITY:
+        least = limits.fixed_tokens + FIRST_CAPACITY
+        if limits.kv_tokens < least:
             raise MemoryLimitError(
-                f"router.kv_bytes = {config.kv_bytes} holds {limits.kv_tokens} tokens of {per_token} bytes;"
-                f" set it to at least {FIRST_CAPACITY * per_token}"
+                f"router.kv_bytes = {config.kv_bytes} holds {limits.kv_tokens} tokens of {size.per_token} bytes;"
+                f" set it to at least {least * size.per_token}"
             )
         self._engine = Engine(self._model, self._experts, limits, replace_timeout_s=config.replace_timeout_s)
-        self._channel.send(kind="ready", kv_tokens=limits.kv_tokens, kv_bytes_per_token=per_token)
+        self._channel.send(
+            kind="ready", kv_tokens=limits.kv_tokens - limits.fixed_tokens, kv_bytes_per_token=size.per_token
+        )
 
 
 def _leave() -> None:

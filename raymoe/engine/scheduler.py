@@ -1,9 +1,9 @@
 """What the next step computes. Pure bookkeeping: no tensors, no clock.
 
 All decodes of running sequences come first, then prefill chunks up to the token budget, oldest first. Memory is
-counted in the tokens for which cache buffers are made. A running sequence that must grow beyond the limit
-preempts the youngest one, which gives its cache back and is computed again later (recomputation, as in vLLM;
-Kwon et al., SOSP 2023).
+counted in the tokens for which cache buffers are made, in blocks of 64 and more. A running sequence that must grow
+beyond the limit preempts the youngest one, which gives its cache back and is computed again later (recomputation,
+as in vLLM; Kwon et al., SOSP 2023). Parked sequences keep their place and their cache, and get no rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,19 @@ from raymoe.model.cache import capacity_for
 
 @dataclass(frozen=True)
 class Limits:
-    """`kv_tokens` is how many tokens' keys and values fit the KV limit."""
+    """`kv_tokens` is how many tokens' keys and values fit the KV limit.
+
+    `fixed_tokens`: what a sequence holds besides, however long it is, counted in tokens. `stepwise`: a
+    prompt is computed in one step, whatever its budget, and every later token in a step of its own, also when it
+    is computed again: for models that can't go on in the middle of a prompt, or choose otherwise then.
+    """
 
     step_tokens: int
     max_sequences: int
     max_waiting: int
     kv_tokens: int
+    fixed_tokens: int = 0
+    stepwise: bool = False
 
 
 class Chunk(NamedTuple):
@@ -58,7 +65,7 @@ class Scheduler:
             OverloadedError: the queue is full.
             ContextLengthError: it could never run, however long it waits.
         """
-        needed = capacity_for(max(sequence.final_length - 1, 1))
+        needed = capacity_for(max(sequence.final_length - 1, 1)) + self.limits.fixed_tokens
         if needed > self.limits.kv_tokens:
             raise ContextLengthError(
                 f"{sequence.prompt_length} prompt tokens and {sequence.request.max_tokens} new ones need room for"
@@ -83,41 +90,46 @@ class Scheduler:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens for which buffers are reserved."""
-        return sum(sequence.cache.capacity for sequence in self.running)
+        """Tokens for which room is reserved."""
+        fixed = self.limits.fixed_tokens
+        return sum(sequence.cache.capacity + fixed for sequence in self.running)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty when there is nothing to do."""
         chunks: list[Chunk] = []
         budget = self.limits.step_tokens
-        for sequence in list(self.running):
-            if sequence.decoding and budget and sequence in self.running and self._grow(sequence, 1):
+        able = [sequence for sequence in self.running if not sequence.parked]
+        for sequence in able:
+            if sequence.decoding and budget > 0 and sequence in self.running and self._grow(sequence, 1):
                 chunks.append(Chunk(sequence, 1))
                 budget -= 1
         # A later sequence's growth may have preempted one that was already given rows.
         chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
-        for sequence in list(self.running):
-            if not sequence.decoding and budget and sequence in self.running:
+        for sequence in able:
+            if not sequence.decoding and budget > 0 and sequence in self.running:
                 budget -= self._prefill(sequence, budget, chunks)
-        while budget and self.waiting and len(self.running) < self._places:
-            sequence = self.waiting[0]
-            if not self._fits(sequence, sequence.pending):
+        while budget > 0 and len(self.running) < self._places:
+            first = next((one for one in self.waiting if not one.parked), None)
+            if first is None or not self._fits(first, first.pending, self.limits.fixed_tokens):
                 break
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(first)
+            self.running.append(first)
             # Room for all known tokens at once: half a prompt in memory helps nobody.
-            sequence.cache.reserve(len(sequence.tokens))
-            budget -= self._prefill(sequence, budget, chunks)
+            first.cache.reserve(len(first.tokens))
+            budget -= self._prefill(first, budget, chunks)
         return [chunk for chunk in chunks if chunk.sequence in self.running]
 
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         rows = min(budget, sequence.pending)
+        if self.limits.stepwise:
+            rows = sequence.prompt_length if sequence.cache.length == 0 else 1
         if not self._grow(sequence, rows):
             return 0
         chunks.append(Chunk(sequence, rows))
         return rows
 
-    def _fits(self, sequence: Sequence, rows: int) -> bool:
-        more = capacity_for(sequence.cache.length + rows) - sequence.cache.capacity
+    def _fits(self, sequence: Sequence, rows: int, besides: int = 0) -> bool:
+        more = capacity_for(sequence.cache.length + rows) - sequence.cache.capacity + besides
         return more <= 0 or self.kv_tokens + more <= self.limits.kv_tokens
 
     def _grow(self, sequence: Sequence, rows: int) -> bool:

@@ -5,25 +5,53 @@ from __future__ import annotations
 from functools import partial
 
 from raymoe.engine.messages import GenerateRequest
+from raymoe.errors import ExpertUnavailableError
 from raymoe.model.adjust import Adjustment
 from raymoe.model.cache import SequenceCache
+from raymoe.model.own_cache import OwnCache
 from raymoe.model.sampler import Draw
 
 
 class Sequence:
     """Prompt and generated tokens, and the cache of those computed. `arrived_s` is the engine's clock."""
 
-    __slots__ = ("_adjustment", "arrived_s", "cache", "prompt_length", "request", "tokens", "waiting_since_s")
+    __slots__ = (
+        "_adjustment",
+        "arrived_s",
+        "cache",
+        "missing",
+        "parked",
+        "prompt_length",
+        "request",
+        "tokens",
+        "waiting_since_s",
+    )
 
-    def __init__(self, request: GenerateRequest, arrived_s: float) -> None:
+    def __init__(
+        self, request: GenerateRequest, arrived_s: float, cache: SequenceCache | OwnCache | None = None
+    ) -> None:
         self.request = request
         self.arrived_s = arrived_s
         self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.prompt_length = len(request.prompt_ids)
         self._adjustment = Adjustment.of(request.sampling, request.prompt_ids)
-        self.cache = SequenceCache()
+        self.cache = SequenceCache() if cache is None else cache
+        self.parked = False
+        """No step takes it until its expert may be back."""
+        self.missing: ExpertUnavailableError | None = None
+        """Which expert its last step lacked."""
         self.waiting_since_s: float | None = None
-        """Since when an expert that it needs is missing."""
+        """Since when."""
+
+    def park(self, missing: ExpertUnavailableError, now_s: float) -> None:
+        """It was left out of a step."""
+        self.parked, self.missing = True, missing
+        if self.waiting_since_s is None:
+            self.waiting_since_s = now_s
+
+    def go_on(self) -> None:
+        """It took part in a step."""
+        self.parked, self.missing, self.waiting_since_s = False, None, None
 
     @property
     def id(self) -> str:

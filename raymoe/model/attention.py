@@ -16,28 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig
 
-from raymoe.errors import EngineError, NotMoeError
+from raymoe.checkpoint.private import attention_kinds
+from raymoe.errors import EngineError
 from raymoe.model.context import StepContext, current_step
 
 NAME = "raymoe_packed"
-_KINDS = {"full_attention", "sliding_attention"}
+_KINDS = {"full_attention", "sliding_attention", "dummy"}
+"""As transformers names them; `dummy` layers have no attention, or read the keys of another layer."""
 _SCORES = 1 << 22
 """Scores that are in memory at once where they are computed in tiles of query rows."""
 
 
-def check_attention(config: PretrainedConfig) -> None:
-    """Refuse what the packed cache can't hold.
+def can_pack(config: PretrainedConfig) -> bool:
+    """Whether the packed cache can hold what the model's layers keep: keys and values, full or in a window.
 
-    Raises:
-        NotMoeError: names the kinds of layers that aren't served.
+    Linear and compressed attention, convolutions and sparse attention with an index keep something else.
     """
-    text = config.get_text_config()
-    foreign = set(getattr(text, "layer_types", None) or ()) - _KINDS
-    if foreign:
-        raise NotMoeError(
-            f"{text.model_type} has layers of the kinds {', '.join(sorted(foreign))}; raymoe serves"
-            f" {' and '.join(sorted(_KINDS))}"
-        )
+    return attention_kinds(config) <= _KINDS
 
 
 def wants_joined(config: PretrainedConfig) -> bool:
@@ -67,7 +62,9 @@ def packed_attention(
     if softcap or dropout or attention_mask is not None or position_bias is not None:
         raise EngineError(f"{type(module).__name__} wants a soft cap, dropout, mask or bias in its attention")
     step = current_step()
-    cache = step.cache
+    cache = step.packed
+    if cache is None:
+        raise EngineError("packed attention was called in a forward without a packed cache")
     if cache.joined:
         keys, values = key[0].split(cache.lengths, 1), value[0].split(cache.lengths, 1)
         views = list(zip(keys, values, strict=True))

@@ -6,7 +6,7 @@ D and W widths of a key and of a value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -109,10 +109,11 @@ class PackedCache:
             return keys_1GTD, values_1GTW
         return torch.cat([k for k, _ in views], 1)[None], torch.cat([v for _, v in views], 1)[None]
 
-    def advance(self) -> None:
-        """The step is complete: its rows become valid."""
-        for cache, count in zip(self.caches, self.counts, strict=True):
-            cache.advance(count)
+    def advance(self, without: Collection[int] = ()) -> None:
+        """The step is complete: its rows become valid, but those of the parts in `without`."""
+        for number, (cache, count) in enumerate(zip(self.caches, self.counts, strict=True)):
+            if number not in without:
+                cache.advance(count)
 
     def get_seq_length(self, *_: Any) -> int:
         """Not a single number here: positions are always given."""

@@ -6,26 +6,29 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from raymoe.errors import EngineError
+from raymoe.errors import EngineError, ExpertUnavailableError
 from raymoe.model.cache import PackedCache
+from raymoe.model.rows import LiveRows
 
 # T tokens, K top-k, H width of the rows, Q query rows of one sequence, L keys it sees
 
 RunExperts = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(index of the MoE layer, hidden_TH, ids_TK, weights_TK) → [T, H]."""
+"""(index of the MoE layer, hidden_TH, ids_TK, weights_TK) → [T, H]; may raise ExpertUnavailableError."""
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """One step: the packed batch with its cache, and who computes the experts (None: the model itself).
+    """One forward: its rows, who computes the experts (None: the model itself), and the packed cache, if any.
 
     `masks` holds the attention masks that the layers share, by (Q, L, window).
     """
 
-    cache: PackedCache
+    rows: LiveRows
     experts: RunExperts | None = None
+    packed: PackedCache | None = None
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
 
 
@@ -45,8 +48,24 @@ def current_step() -> StepContext:
 
 
 def run_experts(layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """The function for `checkpoint.router.load_router`: hands each call to the running step's experts."""
-    experts = current_step().experts
-    if experts is None:
+    """The function for `checkpoint.router.load_router`: hands each call to the running step's experts.
+
+    Rows of sequences that miss an expert get zeros, from this layer on.
+
+    Raises:
+        ExpertUnavailableError: no sequence of the step has all its experts.
+    """
+    step = current_step()
+    if step.experts is None:
         raise EngineError(f"MoE layer {layer} has its experts elsewhere, and the step names nobody for them")
-    return experts(layer, hidden_TH, ids_TK, weights_TK)
+    while True:
+        live_N = step.rows.index_N
+        try:
+            if live_N is None:
+                return step.experts(layer, hidden_TH, ids_TK, weights_TK)
+            out_TH = torch.zeros_like(hidden_TH)
+            out_TH[live_N] = step.experts(layer, hidden_TH[live_N], ids_TK[live_N], weights_TK[live_N])
+            return out_TH
+        except ExpertUnavailableError as error:
+            step.rows.check(hidden_TH.shape[0])
+            step.rows.lose(error)

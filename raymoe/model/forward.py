@@ -1,4 +1,7 @@
-"""One forward over a packed batch: rows of many sequences, each at its own position.
+"""One step: the rows of many sequences, each at its own position, through the router's model.
+
+What the packed cache can hold goes through one forward. Sequences whose model keeps something else have a cache
+of their own each, and a forward of their own.
 
 Shape letters: T rows of the step, S of them that are sampled from, V vocabulary.
 """
@@ -6,6 +9,7 @@ Shape letters: T rows of the step, S of them that are sampled from, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,46 +17,126 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from raymoe.model.attention import wants_joined
+from raymoe.errors import ExpertUnavailableError
+from raymoe.model.attention import NAME, wants_joined
 from raymoe.model.cache import PackedCache, SequenceCache
 from raymoe.model.context import STEP, RunExperts, StepContext
+from raymoe.model.own_cache import OwnCache
+from raymoe.model.rows import LiveRows
 
 
 class Part(NamedTuple):
     """One sequence's share of a step: the tokens behind its cache, and whether the last one is sampled."""
 
-    cache: SequenceCache
+    cache: SequenceCache | OwnCache
     token_ids: Sequence[int]
     samples: bool
 
 
-@torch.inference_mode()
-def forward(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | None = None) -> Tensor:
-    """Logits [S, V] of the parts that sample, in their order. The model's attention is `raymoe_packed`.
+@dataclass(frozen=True)
+class Outcome:
+    """`logits_SV` of the parts that sample and are not `parked`, in their order.
 
-    If anything raises, no cache has moved: the same step can be run again.
+    `parked` are the numbers of the parts that miss an expert, whose caches are as before; `missing` says which
+    expert, of the first of them.
     """
-    cache = PackedCache([(part.cache, len(part.token_ids)) for part in parts], wants_joined(model.config))
-    ids_T = list(chain.from_iterable(part.token_ids for part in parts))
-    positions_T = list(
-        chain.from_iterable(range(p.cache.length, p.cache.length + len(p.token_ids)) for p in parts)
+
+    logits_SV: Tensor
+    parked: frozenset[int] = frozenset()
+    missing: ExpertUnavailableError | None = None
+
+
+def new_cache(model: PreTrainedModel) -> SequenceCache | OwnCache:
+    """An empty cache for one sequence of this model."""
+    return SequenceCache() if model.config._attn_implementation == NAME else OwnCache()
+
+
+def forward(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | None = None) -> Tensor:
+    """Logits [S, V] of the parts that sample, in their order: all of the step, or nothing.
+
+    If anything raises, no packed cache has moved: the same step can be run again.
+
+    Raises:
+        ExpertUnavailableError: an expert is missing for any of the parts.
+    """
+    return _run(model, parts, experts, strict=True).logits_SV
+
+
+def forward_available(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts) -> Outcome:
+    """As `forward`, but parts that miss an expert are left out, and the step ends for all others.
+
+    Raises:
+        ExpertUnavailableError: all parts miss one; no cache has moved.
+    """
+    return _run(model, parts, experts, strict=False)
+
+
+@torch.inference_mode()
+def _run(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | None, strict: bool) -> Outcome:
+    if isinstance(parts[0].cache, SequenceCache):
+        return _run_packed(model, parts, experts, strict)
+    logits, parked, missing = [], set(), None
+    for number, part in enumerate(parts):
+        try:
+            logits.append(_run_alone(model, part, experts))
+        except ExpertUnavailableError as error:
+            if strict:
+                raise
+            parked.add(number)
+            missing = missing or error
+    if missing is not None and len(parked) == len(parts):
+        raise missing
+    return Outcome(torch.cat(logits), frozenset(parked), missing)
+
+
+def _run_packed(
+    model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | None, strict: bool
+) -> Outcome:
+    counts = [len(part.token_ids) for part in parts]
+    caches = [part.cache for part in parts if isinstance(part.cache, SequenceCache)]
+    cache = PackedCache(list(zip(caches, counts, strict=True)), wants_joined(model.config))
+    rows = LiveRows(counts, strict)
+    positions_T = chain.from_iterable(
+        range(own.length, own.length + count) for own, count in zip(caches, counts, strict=True)
     )
-    keep_S, end = [], 0
-    for part in parts:
-        end += len(part.token_ids)
-        if part.samples:
-            keep_S.append(end - 1)
-    token = STEP.set(StepContext(cache, experts))
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    keep_S = [end - 1 for end, part in zip(ends, parts, strict=True) if part.samples]
+    token = STEP.set(StepContext(rows, experts, cache))
     try:
         out = model(
-            input_ids=torch.tensor([ids_T], device=model.device),
-            position_ids=torch.tensor([positions_T], device=model.device),
+            input_ids=torch.tensor([list(chain.from_iterable(part.token_ids for part in parts))]),
+            position_ids=torch.tensor([list(positions_T)]),
             cache=cache,
             use_cache=False,
             # All rows of a step may be in the middle of a prompt; one row keeps every model's code path.
-            logits_to_keep=torch.tensor(keep_S or [0], device=model.device),
+            logits_to_keep=torch.tensor(keep_S or [0]),
         )
     finally:
         STEP.reset(token)
-    cache.advance()
-    return out.logits[0, : len(keep_S)]
+    cache.advance(rows.lost)
+    logits_SV = out.logits[0, : len(keep_S)]
+    if rows.lost:
+        sampling = [number for number, part in enumerate(parts) if part.samples]
+        logits_SV = logits_SV[[at for at, number in enumerate(sampling) if number not in rows.lost]]
+    return Outcome(logits_SV, frozenset(rows.lost), rows.missing)
+
+
+def _run_alone(model: PreTrainedModel, part: Part, experts: RunExperts | None) -> Tensor:
+    """Logits [1 or 0, V] of one part. If it raises, its cache is as before."""
+    cache, count = part.cache, len(part.token_ids)
+    if not isinstance(cache, OwnCache):
+        raise TypeError(f"{type(cache).__name__} among caches of models that can't be packed")
+    token = STEP.set(StepContext(LiveRows([count], strict=True), experts))
+    try:
+        with cache.extending() as kept:
+            out = model(
+                input_ids=torch.tensor([part.token_ids]),
+                position_ids=torch.arange(cache.length, cache.length + count)[None],
+                cache=kept,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache.extend(out.cache, count)
+    finally:
+        STEP.reset(token)
+    return out.logits[0, -1:] if part.samples else out.logits[0, :0]

@@ -133,8 +133,9 @@ def test_without_a_copy_the_layer_and_group_are_named_and_a_new_layout_heals():
         dispatcher.set_layout(made.layout)
         made.servers["g1"].stop()
         for _ in range(3):
-            with pytest.raises(ExpertUnavailableError, match=r"MoE layer 1: expert group g1"):
+            with pytest.raises(ExpertUnavailableError, match=r"MoE layer 1: expert group g1") as missing:
                 dispatcher.run(1, hidden, ids, weights)
+            assert missing.value.rows == (ids >= EXPERTS // 2).any(1).nonzero().flatten().tolist()
         only_first = ids % (EXPERTS // 2)
         assert torch.equal(
             dispatcher.run(1, hidden, only_first, weights), made.expected(1, hidden, only_first, weights)
@@ -148,6 +149,21 @@ def test_without_a_copy_the_layer_and_group_are_named_and_a_new_layout_heals():
             assert torch.equal(
                 dispatcher.run(1, hidden, ids, weights), made.expected(1, hidden, ids, weights)
             )
+        dispatcher.close()
+
+
+def test_what_is_missing_is_known_without_a_call():
+    with cluster([range(8), range(4)]) as made:
+        dispatcher = Dispatcher(made.connect, silence_s=10)
+        dispatcher.set_layout(made.layout)
+        assert dispatcher.missing() is None
+        made.servers["g1"].stop()
+        while not dispatcher.stats()["lost"]:
+            assert dispatcher.missing() is None  # all experts of g1 have copies
+        made.servers["g0"].stop()
+        while (missing := dispatcher.missing()) is None:
+            pass
+        assert (missing.layer, missing.groups) == (0, ("g0", "g1"))
         dispatcher.close()
 
 
@@ -221,9 +237,15 @@ def test_a_group_that_hangs_is_given_up_after_its_silence(group_process):
         with pytest.raises(ExpertUnavailableError, match="g0"):
             dispatcher.run(0, hidden, ids, weights)
         assert "no progress for 1 s" in dispatcher.stats()["lost"]["g0"]
+        # A group that hangs keeps no step waiting while it is tried again.
+        for _ in range(3):
+            dispatcher.reconnect()
+            with pytest.raises(ExpertUnavailableError, match="g0"):
+                dispatcher.run(0, hidden, ids, weights)
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    dispatcher.set_layout(layout_of(address))
+    while dispatcher.missing() is not None:
+        dispatcher.reconnect()
     with cluster(1) as made:
         assert torch.equal(dispatcher.run(0, hidden, ids, weights), made.expected(0, hidden, ids, weights))
     dispatcher.close()

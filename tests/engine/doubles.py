@@ -16,9 +16,11 @@ from raymoe.checkpoint.router import load_router
 from raymoe.engine.loop import Engine, Event
 from raymoe.engine.messages import GenerateRequest, SamplingParams
 from raymoe.engine.scheduler import Limits
-from raymoe.errors import RaymoeError
-from raymoe.model.attention import NAME
+from raymoe.errors import ExpertUnavailableError, RaymoeError
+from raymoe.model.attention import NAME, can_pack
 from raymoe.model.context import run_experts
+from raymoe.model.forward import new_cache
+from raymoe.model.own_cache import OwnCache
 from tests.tiny import EOS, PAD
 
 GREEDY = SamplingParams(temperature=0)
@@ -32,8 +34,9 @@ def whole_model(folder: Path) -> PreTrainedModel:
 
 @cache
 def router_model(folder: Path) -> PreTrainedModel:
-    """Without experts, with packed attention."""
-    return load_router(Checkpoint.open(folder), run_experts, attention=NAME)
+    """Without experts, with packed attention where that is possible."""
+    checkpoint = Checkpoint.open(folder)
+    return load_router(checkpoint, run_experts, attention=NAME if can_pack(checkpoint.config) else None)
 
 
 @cache
@@ -48,13 +51,18 @@ def generated(folder: Path, prompt: tuple[int, ...], tokens: int) -> list[int]:
 
 
 class LocalExperts:
-    """The whole model's experts. `failure` is raised by the call that follows `fail_after` good ones."""
+    """The whole model's experts. `failure` is raised by the call that follows `fail_after` good ones.
+
+    `gone` are (layer, expert) without a living copy: rows that need one are refused by number.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._modules = list(experts_of(whole_model(folder)).values())
         self.failure: Exception | None = None
         self.fail_after = 0
+        self.gone: set[tuple[int, int]] = set()
         self.calls = 0
+        self.rows = 0
 
     def run(self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.calls += 1
@@ -62,12 +70,22 @@ class LocalExperts:
             self.fail_after -= 1
             if self.fail_after < 0:
                 raise self.failure
+        lost_E = torch.tensor([expert for at, expert in self.gone if at == layer])
+        rows = torch.isin(ids_TK, lost_E).any(1).nonzero().flatten().tolist()
+        if rows:
+            raise ExpertUnavailableError(layer, ("g0",), rows=rows)
+        self.rows += len(hidden_TH)
         out: Tensor = self._modules[layer](hidden_TH, ids_TK, weights_TK)
         return out
 
     def set_layout(self, layout: Any) -> None: ...
 
     def reconnect(self) -> None: ...
+
+    def missing(self) -> ExpertUnavailableError | None:
+        if isinstance(self.failure, ExpertUnavailableError):
+            return self.failure
+        return ExpertUnavailableError(min(self.gone)[0], ("g0",)) if self.gone else None
 
     def stats(self) -> dict[str, Any]:
         return {"calls": self.calls}
@@ -89,9 +107,11 @@ def engine(
     folder: Path, clock: Clock | None = None, experts: LocalExperts | None = None, **limits: int
 ) -> Engine:
     """An engine over a tiny checkpoint; `limits` are those of `Limits`."""
+    model = router_model(folder)
     values = {"step_tokens": 64, "max_sequences": 8, "max_waiting": 32, "kv_tokens": 4096, **limits}
+    values["stepwise"] = isinstance(new_cache(model), OwnCache)
     return Engine(
-        router_model(folder),
+        model,
         experts or LocalExperts(folder),
         Limits(**values),
         replace_timeout_s=10,

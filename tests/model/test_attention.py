@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raymoe.errors import EngineError, NotMoeError
+from raymoe.errors import EngineError
 from raymoe.model import attention
-from raymoe.model.attention import check_attention, packed_attention, wants_joined
+from raymoe.model.attention import can_pack, packed_attention, wants_joined
 from raymoe.model.cache import PackedCache, SequenceCache
 from raymoe.model.context import STEP, StepContext
+from raymoe.model.rows import LiveRows
+from tests.tiny import tiny_config
 
 HEADS, WIDTH, VALUE = 4, 8, 6
 
@@ -54,7 +56,7 @@ def run(lengths, counts, *, groups=2, window=None, sinks=False, dtype=torch.floa
     module = SimpleNamespace(layer_idx=3)
     if sinks:
         module.sinks = torch.randn(HEADS)
-    token = STEP.set(StepContext(packed))
+    token = STEP.set(StepContext(LiveRows(counts, strict=True), packed=packed))
     try:
         out, weights = packed_attention(module, query, key, value, None, scaling=0.3, sliding_window=window)
     finally:
@@ -110,6 +112,10 @@ def test_what_would_have_to_be_ignored_is_refused() -> None:
             packed_attention(SimpleNamespace(layer_idx=0), tensor, tensor, tensor, None, **extra)
     with pytest.raises(EngineError, match="mask"):
         packed_attention(SimpleNamespace(layer_idx=0), tensor, tensor, tensor, tensor)
+    token = STEP.set(StepContext(LiveRows([1], strict=True)))
+    with pytest.raises(EngineError, match="without a packed cache"):
+        packed_attention(SimpleNamespace(layer_idx=0), tensor, tensor, tensor, None)
+    STEP.reset(token)
 
 
 def config(**fields) -> SimpleNamespace:
@@ -118,11 +124,12 @@ def config(**fields) -> SimpleNamespace:
     return text
 
 
-def test_layers_without_a_packed_cache_are_refused_by_name() -> None:
-    check_attention(config())
-    check_attention(config(layer_types=["full_attention", "sliding_attention"]))
-    with pytest.raises(NotMoeError, match="linear_attention"):
-        check_attention(config(layer_types=["full_attention", "linear_attention"]))
+def test_what_the_packed_cache_can_hold_is_told_by_the_kinds_of_layers() -> None:
+    assert can_pack(tiny_config("olmoe"))
+    assert can_pack(tiny_config("gpt_oss"))
+    assert can_pack(tiny_config("deepseek_v3"))
+    for other in ("qwen3_next", "deepseek_v32", "jamba", "zaya"):
+        assert not can_pack(tiny_config(other)), other
 
 
 def test_models_that_compute_with_what_is_cached_get_it_joined() -> None:

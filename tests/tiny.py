@@ -11,6 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import raymoe.checkpoint.private  # noqa: F401  registers what transformers has and doesn't map
+
 # The seven that most tests use; `tests.matrix` names all that raymoe serves.
 TINY_TYPES = ("olmoe", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss")
 
@@ -152,7 +154,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {"num_experts_per_tok": 1, "num_hidden_layers": 2},
 }
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from raymoe.checkpoint import private
+from raymoe.checkpoint.adapt import why_not
 from raymoe.checkpoint.tensors import TensorEntry, read_header
 from raymoe.errors import CheckpointError, NotMoeError
 
@@ -61,9 +62,13 @@ class Checkpoint:
             # Tensors that the index does not place here (a stale copy, say) are not part of the model.
             tensors.update(entries if names is None else {name: entries[name] for name in names})
         checkpoint = cls(path, config, tensors, digest.hexdigest())
-        if not private.experts_of(private.meta_model(config)):
+        model = private.meta_model(config)
+        if not private.experts_of(model):
+            reason = why_not(model)
             raise NotMoeError(
-                f"{path} holds a {config.model_type} model without routed experts;"
+                f"{path} holds a {config.model_type} model, whose experts raymoe can't split: {reason}"
+                if reason
+                else f"{path} holds a {config.model_type} model without routed experts;"
                 " raymoe serves Mixture-of-Experts models"
             )
         return checkpoint

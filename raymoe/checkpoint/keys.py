@@ -76,15 +76,18 @@ def split_keys(
             by_layer[layer][target.names[0], target.pattern].append(key)
         elif target.names:
             router.append(checkpoint.tensors[key])
-    layers = [_layer_sources(checkpoint, name, experts[name].num_experts, by_layer[name]) for name in experts]
+    layers = [_layer_sources(checkpoint, name, module, by_layer[name]) for name, module in experts.items()]
     return Keys(tuple(router), tuple(layers))
 
 
-def _layer_sources(checkpoint: Checkpoint, layer: str, count: int, groups: _Sources) -> LayerSources:
+def _layer_sources(checkpoint: Checkpoint, layer: str, module: nn.Module, groups: _Sources) -> LayerSources:
+    count = module.num_experts
     separate: list[list[TensorEntry]] = [[] for _ in range(count)]
     stacked: list[TensorEntry] = []
     for (parameter, _), keys in groups.items():
         entries = [checkpoint.tensors[key] for key in sorted(keys, key=dot_natural_key)]
+        if len(entries) == count + getattr(module, "identity_experts", 0):
+            entries = entries[:count]
         if len(entries) == count:
             # The library stacks in this same order, so position is the expert's number.
             for own, entry in zip(separate, entries, strict=True):

@@ -113,10 +113,6 @@ def _describe(
 
 
 def _check_experts(checkpoint: Checkpoint, experts: dict[str, nn.Module]) -> None:
-    if not experts:
-        raise NotMoeError(
-            f"{checkpoint.path} holds a {checkpoint.config.model_type} model without routed experts"
-        )
     for name, module in experts.items():
         own = dict(module.named_parameters(recurse=False))
         whole = [leaf for leaf, _ in module.named_parameters() if leaf not in own]

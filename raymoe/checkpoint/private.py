@@ -3,7 +3,8 @@
 What is relied on: models are built on the meta device; `get_model_conversion_mapping` lists the renamings
 and conversions of an architecture; `convert_and_load_state_dict_in_model` reads each tensor by `tensor[...]`,
 and only those whose renamed key is in the model's `state_dict()`; `_finalize_model_loading` ties weights and
-fills buffers that no checkpoint holds; decorated experts classes carry `has_gate` and `_is_expert_parallel`.
+fills buffers that no checkpoint holds; decorated experts classes carry `has_gate` and `_is_expert_parallel`;
+`adapt` knows a few blocks by name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Mistral4Config,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -29,9 +37,14 @@ from transformers.core_model_loading import (
 )
 from transformers.core_model_loading import dot_natural_key as dot_natural_key
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from raymoe.checkpoint.adapt import adapt
 from raymoe.errors import CheckpointError, NotMoeError
+
+# 5.24 has the class, but no entry for it.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 # What transformers raises for a config it can't read or build from; it has no error class of its own.
 _BAD_CONFIG = (
@@ -69,6 +82,8 @@ def meta_model(
 ) -> PreTrainedModel:
     """The whole model on the meta device: shapes and modules, no memory. `config` stays as it is.
 
+    Blocks with a contract of their own are adapted to the common one.
+
     The parameters have the load dtype, since at loading a parameter's dtype wins over everything else.
 
     Raises:
@@ -80,11 +95,13 @@ def meta_model(
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
             )
     except _BAD_CONFIG as error:
         raise CheckpointError(f"no {config.model_type} model can be built: {_line(error)}") from None
+    adapt(model)
+    return model
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:

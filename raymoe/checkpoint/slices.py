@@ -37,7 +37,7 @@ class ExpertLoader:
     def experts_module(self, layer: int, slots: int) -> nn.Module:
         """The architecture's own experts module with room for `slots` experts on the CPU, values not set.
 
-        Its forward takes (rows_TH, ids_TK < slots, weights_TK). Eval mode, no gradient.
+        Eval mode, no gradient. Kernels take from it how the parameters lie, and the activation.
         """
         if slots < 1:
             raise ConfigError(f"an experts module needs at least one slot, not {slots}")

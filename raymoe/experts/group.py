@@ -36,6 +36,8 @@ class ExpertGroup:
         self.name = name
         self._loader = loader
         self._kernel = kernel_for(loader.experts_module(0, 1))
+        self.tick: Callable[[], None] = lambda: None
+        """Called after each slot that was computed."""
         self._slots: list[dict[int, Slot]] = [{} for _ in loader.model.layers]
         self._generations: list[dict[int, int]] = [defaultdict(int) for _ in loader.model.layers]
         self._lock = threading.Lock()
@@ -98,7 +100,7 @@ class ExpertGroup:
         if len(requests) == 1:
             (request,) = requests
             parts = [(slots[slot].weights, count) for slot, _, count in request.segments_S3.tolist()]
-            self._kernel.run(parts, _gather(request), request.out_PH)
+            self._kernel.run(parts, _gather(request), request.out_PH, self.tick)
             return
         pieces: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for request in requests:
@@ -111,7 +113,7 @@ class ExpertGroup:
         parts = [(slots[slot].weights, sum(len(r) for r, _ in piece)) for slot, piece in pieces.items()]
         rows_PH = torch.cat([rows for rows, _ in ordered])
         out_PH = torch.empty_like(rows_PH)
-        self._kernel.run(parts, rows_PH, out_PH)
+        self._kernel.run(parts, rows_PH, out_PH, self.tick)
         for (_, out), done in zip(ordered, out_PH.split([len(rows) for rows, _ in ordered]), strict=True):
             out.copy_(done)
 

@@ -60,8 +60,16 @@ class Kernel:
             tensors["down_proj_bias"] if self.form.bias else None,
         )
 
-    def run(self, parts: Sequence[tuple[Weights, int]], rows_PH: Tensor, out_PH: Tensor) -> None:
+    def run(
+        self,
+        parts: Sequence[tuple[Weights, int]],
+        rows_PH: Tensor,
+        out_PH: Tensor,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write the unweighted outputs into `out_PH`. `parts` names the experts and their rows N, in order.
+
+        `tick` is called after each expert.
 
         Each expert's rows pass the activation alone. Once for all would be less work, but vectorised operators
         compute the ends of what they are given in another way, so bits would depend on the other experts' rows.
@@ -75,6 +83,7 @@ class Kernel:
             torch.mm(self.activation(wide_NI), weights.down, out=out_NH)
             if weights.down_bias is not None:
                 out_NH += weights.down_bias
+            tick()
 
 
 def kernel_for(experts: nn.Module) -> Kernel:

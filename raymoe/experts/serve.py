@@ -37,6 +37,7 @@ class GroupServer:
 
     def __init__(self, group: ExpertGroup, hello: Hello, threads: int) -> None:
         self.group, self.threads = group, threads
+        group.tick = self._tick
         self._listener = ShmListener(group.name, hello)
         self._callers: dict[int, _Caller] = {}
         self._greeting: dict[int, tuple[socket.socket, float]] = {}
@@ -104,10 +105,14 @@ class GroupServer:
             for fd, _ in self._poll.poll(0 if busy else IDLE_POLL_MS):
                 self._on_event(fd)
             self._expire_greetings()
-            self._stats["progress"] += 1
-            for caller in self._callers.values():
-                caller.lane.tick()
+            self._tick()
             self._serve_one_layer()
+
+    def _tick(self) -> None:
+        """Between computations and after each slot: a group that computes for long is not a silent one."""
+        self._stats["progress"] += 1
+        for caller in self._callers.values():
+            caller.lane.tick()
 
     def _on_event(self, fd: int) -> None:
         caller = self._callers.get(fd)

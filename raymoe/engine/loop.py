@@ -254,7 +254,7 @@ class Engine:
         if self.blocked is None:
             log.warning("%d of %d sequences wait: %s", len(sequences), len(self._sequences), error)
             self._looked = self._clock()
-        self.blocked = error
+            self.blocked = error
         self._stats["parkings"] += len(sequences)
         for sequence in sequences:
             sequence.park(error, self._clock())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -122,27 +124,86 @@ def test_a_removed_sequence_leaves_nothing() -> None:
     assert planner.schedule() == []
 
 
+def test_parked_sequences_get_no_rows_and_keep_their_place() -> None:
+    planner = scheduler(step_tokens=10, max_sequences=3)
+    one, two, three, four = (sequence(name, 2) for name in ("one", "two", "three", "four"))
+    for each in (one, two, three, four):
+        planner.add(each)
+    assert plan(planner) == [("one", 2), ("two", 2), ("three", 2)]
+    two.parked = four.parked = True
+    assert plan(planner) == [("one", 1), ("three", 1)]
+    planner.remove(one)
+    assert plan(planner) == [("three", 1)]
+    four.parked = False
+    assert plan(planner) == [("three", 1), ("four", 2)]
+    two.parked = False
+    assert plan(planner) == [("two", 1), ("four", 1)]
+
+
+def test_a_parked_sequence_at_the_head_of_the_queue_lets_the_next_one_in() -> None:
+    planner = scheduler(step_tokens=10, max_sequences=1)
+    first, second = sequence("first", 2), sequence("second", 2)
+    planner.add(first)
+    planner.add(second)
+    first.parked = True
+    assert plan(planner) == [("second", 2)]
+
+
+def test_stepwise_computes_a_prompt_at_once_and_all_later_tokens_alone_also_again() -> None:
+    planner = Scheduler(Limits(4, 8, 8, 256, fixed_tokens=20, stepwise=True))
+    one = sequence("one", 11, 20)
+    planner.add(one)
+    for rows in (11, 1, 1):
+        assert plan(planner) == [("one", rows)]
+    assert planner.kv_tokens == 64 + 20
+    planner.running.remove(one)
+    planner.waiting.appendleft(one)
+    one.cache.release()
+    assert [plan(planner) for _ in range(4)] == [[("one", rows)] for rows in (11, 1, 1, 1)]
+    assert one.generated == 4
+
+
+def test_what_a_sequence_holds_besides_counts() -> None:
+    planner = Scheduler(Limits(64, 8, 8, 250, fixed_tokens=70))
+    for name in "ab":
+        planner.add(sequence(name, 5))
+    assert plan(planner) == [("a", 5)]
+    with pytest.raises(ContextLengthError):
+        planner.add(sequence("c", 190))
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=20),
     st.integers(1, 40),
     st.integers(1, 6),
     st.sampled_from([256, 320, 512, 2048]),
+    st.sampled_from([0, 30]),
+    st.booleans(),
+    st.integers(0, 2**16),
 )
 @settings(max_examples=150, deadline=None)
-def test_all_end_whatever_comes_when(requests, step_tokens, max_sequences, kv_tokens) -> None:
-    planner = scheduler(step_tokens, max_sequences, 100, kv_tokens)
+def test_all_end_whatever_comes_when(
+    requests, step_tokens, max_sequences, kv_tokens, fixed, stepwise, seed
+) -> None:
+    chance = random.Random(seed).random
+    planner = Scheduler(Limits(step_tokens, max_sequences, 100, kv_tokens + fixed, fixed, stepwise))
     arrivals = sorted((when, n, prompt, tokens) for n, (prompt, tokens, when) in enumerate(requests))
     ended: list[Sequence] = []
     for step in range(100_000):
         while arrivals and arrivals[0][0] <= step:
             _, n, prompt, tokens = arrivals.pop(0)
             planner.add(sequence(n, prompt, tokens))
+        for one in planner.all():
+            one.parked = chance() < (0.7 if one.parked else 0.1)
         chunks = planner.schedule()
-        assert sum(chunk.rows for chunk in chunks) <= step_tokens
+        assert stepwise or sum(chunk.rows for chunk in chunks) <= step_tokens
         assert len({chunk.sequence.id for chunk in chunks}) == len(chunks)
         assert len(planner.running) <= max_sequences
-        assert planner.kv_tokens <= kv_tokens
-        assert chunks or not (planner.running or planner.waiting)
+        assert planner.kv_tokens <= planner.limits.kv_tokens
+        assert not any(chunk.sequence.parked for chunk in chunks)
+        # Whoever could run does, unless those before it hold all places or all memory.
+        able = [one for one in planner.all() if not one.parked]
+        assert chunks or not able or any(one.parked for one in planner.running)
         for chunk in chunks:
             assert chunk.sequence.cache.capacity >= chunk.sequence.cache.length + chunk.rows
         decoding = [chunk.sequence.decoding for chunk in chunks]

@@ -18,6 +18,7 @@ from raymoe.checkpoint.slices import ExpertLoader
 from raymoe.errors import StaleLayoutError
 from raymoe.experts.kernels import Weights, kernel_for
 from raymoe.lanes.base import Request
+from raymoe.model.row_check import check_rows, random_rows
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,16 @@ class Slot:
 
 
 class ExpertGroup:
-    """Slots of all layers. Loading and freeing may run in another thread than `compute`."""
+    """Slots of all layers. Loading and freeing may run in another thread than `compute`.
 
-    def __init__(self, loader: ExpertLoader, name: str) -> None:
+    `deterministic`: the bits of a row's results depend on that row alone.
+    """
+
+    def __init__(self, loader: ExpertLoader, name: str, deterministic: bool = False) -> None:
         self.name = name
         self._loader = loader
-        self._kernel = kernel_for(loader.experts_module(0, 1))
+        self._kernel = kernel_for(loader.experts_module(0, 1), deterministic)
+        self._checked: set[tuple[torch.Size, torch.dtype]] = set()
         self.tick: Callable[[], None] = lambda: None
         """Called after each slot that was computed."""
         self._slots: list[dict[int, Slot]] = [{} for _ in loader.model.layers]
@@ -49,12 +54,15 @@ class ExpertGroup:
 
         Raises:
             CheckpointError: names the file and tensor.
+            ConfigError: the kernel can't be deterministic on this machine.
         """
         stacked = self._loader.load(layer, experts, on_bytes)
         places = []
         for i, expert in enumerate(experts):
             # A clone, so that freeing this slot frees its memory whatever was loaded beside it.
             weights = self._kernel.weights({name: tensor[i].clone() for name, tensor in stacked.items()})
+            if self._kernel.deterministic:
+                self._check(weights)
             with self._lock:
                 slots, generations = self._slots[layer], self._generations[layer]
                 slot = next(n for n in range(len(slots) + 1) if n not in slots)
@@ -116,6 +124,15 @@ class ExpertGroup:
         self._kernel.run(parts, rows_PH, out_PH, self.tick)
         for (_, out), done in zip(ordered, out_PH.split([len(rows) for rows, _ in ordered]), strict=True):
             out.copy_(done)
+
+    def _check(self, weights: Weights) -> None:
+        shape = weights.up.shape, weights.up.dtype
+        if shape not in self._checked:
+            rows_TH = random_rows(weights.up.shape[0], weights.up.dtype)
+            check_rows(
+                lambda rows_TH: self._kernel.alone(weights, rows_TH), rows_TH, f"an expert of {self.name}"
+            )
+            self._checked.add(shape)
 
     def stats(self) -> dict[str, Any]:
         """Slots in use and the bytes they hold."""

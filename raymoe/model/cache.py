@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raymoe.policy.tiles import tiled
+
 FIRST_CAPACITY = 64
 """Tokens of the smallest buffer."""
 
@@ -48,8 +50,11 @@ class SequenceCache:
         if tokens > self.capacity:
             self.capacity = capacity_for(tokens)
 
-    def write(self, layer: int, keys_GQD: Tensor, values_GQW: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new rows behind the valid ones; gives views [G, L, D] and [G, L, W] of all rows up to them."""
+    def write(self, layer: int, keys_GQD: Tensor, values_GQW: Tensor, tile: int = 1) -> tuple[Tensor, Tensor]:
+        """Put new rows behind the valid ones; gives views [G, L, D] and [G, L, W] of all rows up to them.
+
+        L is rounded up to a multiple of `tile`, a divisor of `FIRST_CAPACITY`.
+        """
         end = self.length + keys_GQD.shape[1]
         self.reserve(end)
         buffers = self._layers.get(layer)
@@ -58,7 +63,8 @@ class SequenceCache:
         keys, values = buffers
         keys[:, self.length : end] = keys_GQD
         values[:, self.length : end] = values_GQW
-        return keys[:, :end], values[:, :end]
+        seen = tiled(end, tile)
+        return keys[:, :seen], values[:, :seen]
 
     def advance(self, tokens: int) -> None:
         """Make the rows that were written last valid."""
@@ -74,7 +80,8 @@ class SequenceCache:
     ) -> tuple[Tensor, Tensor]:
         grown = []
         for number, new in enumerate((keys_GQD, values_GQW)):
-            buffer = new.new_empty(new.shape[0], self.capacity, new.shape[2])
+            # Zeros: batch-invariant attention reads past the end, and weights what it finds there with zero.
+            buffer = new.new_zeros(new.shape[0], self.capacity, new.shape[2])
             if old is not None:
                 buffer[:, : self.length] = old[number][:, : self.length]
             grown.append(buffer)
@@ -87,23 +94,33 @@ class PackedCache:
     transformers 5.24 calls `update` alone when it is given position ids. If `joined`, `update` gives all
     keys and values in one tensor, since the model computes with them (MLA expands latents); else the
     attention function reads the views of each sequence, and nothing is copied.
+
+    `tile`: attention sees each sequence's rows up to a multiple of this (`spans`), and the step may have padding
+    behind its last row.
     """
 
     is_compileable = False
 
-    def __init__(self, parts: Sequence[tuple[SequenceCache, int]], joined: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[SequenceCache, int]], joined: bool = False, tile: int = 1
+    ) -> None:
         self.caches = tuple(cache for cache, _ in parts)
         self.counts = [count for _, count in parts]
         self.lengths = [cache.length + count for cache, count in parts]
-        self.joined = joined
+        self.spans = [tiled(length, tile) for length in self.lengths]
+        self.joined, self.tile = joined, tile
         self.views: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def update(
         self, keys_1GTD: Tensor, values_1GTW: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the step's rows of one layer."""
-        keys, values = keys_1GTD[0].split(self.counts, 1), values_1GTW[0].split(self.counts, 1)
-        views = [cache.write(layer_idx, k, v) for cache, k, v in zip(self.caches, keys, values, strict=True)]
+        rows = sum(self.counts)
+        keys, values = (new[0, :, :rows].split(self.counts, 1) for new in (keys_1GTD, values_1GTW))
+        views = [
+            cache.write(layer_idx, k, v, self.tile)
+            for cache, k, v in zip(self.caches, keys, values, strict=True)
+        ]
         if not self.joined:
             self.views[layer_idx] = views
             return keys_1GTD, values_1GTW

@@ -23,6 +23,7 @@ from raymoe.model.cache import PackedCache, SequenceCache
 from raymoe.model.context import STEP, RunExperts, StepContext
 from raymoe.model.own_cache import OwnCache
 from raymoe.model.rows import LiveRows
+from raymoe.policy.tiles import KEYS, tiled
 
 
 class Part(NamedTuple):
@@ -49,6 +50,17 @@ class Outcome:
 def new_cache(model: PreTrainedModel) -> SequenceCache | OwnCache:
     """An empty cache for one sequence of this model."""
     return SequenceCache() if model.config._attn_implementation == NAME else OwnCache()
+
+
+def row_tile(model: PreTrainedModel) -> int:
+    """1, or in batch-invariant steps: what the numbers of rows in a step's products are multiples of."""
+    tile: int = getattr(model, "_raymoe_row_tile", 1)
+    return tile
+
+
+def set_row_tile(model: PreTrainedModel, tile: int) -> None:
+    """Make the model's steps batch-invariant; `invariant_check.make_invariant` finds the tile for it."""
+    model._raymoe_row_tile = tile
 
 
 def forward(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | None = None) -> Tensor:
@@ -94,22 +106,27 @@ def _run_packed(
 ) -> Outcome:
     counts = [len(part.token_ids) for part in parts]
     caches = [part.cache for part in parts if isinstance(part.cache, SequenceCache)]
-    cache = PackedCache(list(zip(caches, counts, strict=True)), wants_joined(model.config))
-    rows = LiveRows(counts, strict)
+    tile = row_tile(model)
+    padding = tiled(sum(counts), tile) - sum(counts)
+    key_tile = KEYS if tile > 1 else 1
+    cache = PackedCache(list(zip(caches, counts, strict=True)), wants_joined(model.config), key_tile)
+    rows = LiveRows(counts, strict, padding)
     positions_T = chain.from_iterable(
         range(own.length, own.length + count) for own, count in zip(caches, counts, strict=True)
     )
     ends = torch.tensor(counts).cumsum(0).tolist()
     keep_S = [end - 1 for end, part in zip(ends, parts, strict=True) if part.samples]
+    ids_T = [*chain.from_iterable(part.token_ids for part in parts), *[0] * padding]
+    # All rows of a step may be in the middle of a prompt; one row keeps every model's code path.
+    kept_S = keep_S + [0] * (tiled(max(len(keep_S), 1), tile) - len(keep_S))
     token = STEP.set(StepContext(rows, experts, cache))
     try:
         out = model(
-            input_ids=torch.tensor([list(chain.from_iterable(part.token_ids for part in parts))]),
-            position_ids=torch.tensor([list(positions_T)]),
+            input_ids=torch.tensor([ids_T]),
+            position_ids=torch.tensor([[*positions_T, *[0] * padding]]),
             cache=cache,
             use_cache=False,
-            # All rows of a step may be in the middle of a prompt; one row keeps every model's code path.
-            logits_to_keep=torch.tensor(keep_S or [0]),
+            logits_to_keep=torch.tensor(kept_S),
         )
     finally:
         STEP.reset(token)

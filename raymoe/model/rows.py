@@ -16,17 +16,19 @@ from raymoe.errors import EngineError, ExpertUnavailableError
 class LiveRows:
     """The rows of one step. `counts` says how many each part (sequence) has.
 
-    `strict`: the step breaks off with the first missing expert.
+    `strict`: the step breaks off with the first missing expert. `padding` rows behind them belong to nobody.
     """
 
-    def __init__(self, counts: Sequence[int], strict: bool) -> None:
-        self._counts, self._strict = counts, strict
+    def __init__(self, counts: Sequence[int], strict: bool, padding: int = 0) -> None:
+        self._counts, self._strict, self._padding = counts, strict, padding
         self.lost: set[int] = set()
         """Numbers of the parts that are left out."""
         self.missing: ExpertUnavailableError | None = None
         """Why the first of them is."""
         self.index_N: torch.Tensor | None = None
         """int64 numbers of the rows that count, None while all do."""
+        if padding:
+            self.index_N = torch.arange(sum(counts))
 
     def lose(self, error: ExpertUnavailableError) -> None:
         """Leave out all rows of the parts whose rows `error` names, of all parts if it names none.
@@ -50,5 +52,6 @@ class LiveRows:
         Raises:
             EngineError: their numbers differ.
         """
-        if rows != sum(self._counts):
-            raise EngineError(f"experts were called with {rows} rows in a step of {sum(self._counts)}")
+        total = sum(self._counts) + self._padding
+        if rows != total:
+            raise EngineError(f"experts were called with {rows} rows in a step of {total}")

@@ -1,0 +1,167 @@
+"""Tries, at the start of a batch-invariant router, whether its model keeps the promise on this machine.
+
+Shape letters: T rows of a forward, H their width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from raymoe.errors import ConfigError
+from raymoe.model.attention import can_pack
+from raymoe.model.cache import SequenceCache
+from raymoe.model.context import RunExperts
+from raymoe.model.forward import Part, forward, row_tile, set_row_tile
+from raymoe.model.row_check import ROWS_TRIED, check_rows, random_rows
+from raymoe.policy.tiles import ROWS, tiled
+
+TOKENS = 293
+"""Length of the sequence that is tried: more than a block of keys, and it leaves three threads uneven shares."""
+_LANE_BYTES = 128
+"""Vectorised operators take two 512-bit vectors at a time; smaller vectors divide them."""
+_COMPANY = 5
+_LARGE = 1 << 24
+"""A matrix of more elements (the LM head) is tried with 64 rows."""
+
+
+def check_can_be_invariant(config: PretrainedConfig) -> None:
+    """Refuse models whose caches are their own.
+
+    Raises:
+        ConfigError: in one sentence.
+    """
+    if not can_pack(config):
+        raise ConfigError(
+            f"model.deterministic is for models with full or sliding attention; {config.model_type} keeps other"
+            " states, whose bits depend on how its prompts are cut: set model.deterministic to false"
+        )
+
+
+def make_invariant(model: PreTrainedModel, experts: RunExperts, most_tokens: int) -> None:
+    """Give the model its tile of rows, and check it.
+
+    Raises:
+        ConfigError, ExpertUnavailableError: as `check_model`.
+    """
+    set_row_tile(model, wanted_tile(model))
+    check_model(model, experts, most_tokens)
+
+
+def wanted_tile(model: PreTrainedModel) -> int:
+    """The smallest number of rows that fills vectors, whatever the width of the rows.
+
+    Vectorised operators compute what is left at the end of a tensor in another way. Most widths are multiples of
+    anything; a shared expert's gate gives one number a row, and then it takes `_LANE_BYTES` of them.
+    """
+    tile, ends = ROWS, {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 2 and id(module) not in ends:
+                lanes = _LANE_BYTES // parameter.element_size()
+                tile = max(tile, lanes // math.gcd(lanes, parameter.shape[0]))
+    return tile
+
+
+def check_model(model: PreTrainedModel, experts: RunExperts, most_tokens: int) -> None:
+    """Try each shape of matrix alone, then the whole model: one sequence of at most `most_tokens` computed at
+    once and alone, and again in pieces and in company. Every module must give it the same bits.
+
+    Raises:
+        ConfigError: names the first module that doesn't.
+        ExpertUnavailableError: as `forward`.
+    """
+    matrices = {
+        tuple(module.weight.shape): (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    for shape, (name, module) in matrices.items():
+        tried = ROWS_TRIED if module.weight.numel() <= _LARGE else 64
+        check_rows(module, random_rows(shape[1], module.weight.dtype, tried), f"{name} {shape}")
+    length = min(TOKENS, most_tokens - _COMPANY, model.config.get_text_config().max_position_embeddings)
+    # Prefill before and across the border of a block of keys, and decode on both sides of a tile.
+    cuts = [cut for cut in (2, 3, 40, 63, 64, 65, 66, 200, length - 1) if cut < length]
+    pieces = list(zip([0, *cuts], [*cuts, length], strict=True))
+    with _recording(model) as alone:
+        _run(model, experts, [(0, length)], 0, alone)
+    with _recording(model) as together:
+        _run(model, experts, pieces, _COMPANY, together)
+    for name, rows in alone.rows.items():
+        if not torch.equal(torch.cat(rows), torch.cat(together.rows[name])):
+            raise ConfigError(
+                f"model.deterministic can't be kept on this machine: {name} ({alone.kinds[name]},"
+                f" {torch.get_num_threads()} threads) gives a sequence of {length} tokens other bits in company or"
+                " in pieces; set model.deterministic to false, or change router.threads"
+            )
+
+
+class _Recorder:
+    """What each module gave for the rows of one sequence, call by call, as digests."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[Tensor]] = defaultdict(list)
+        self.kinds: dict[str, str] = {}
+        self.part = slice(0, 0)
+        """Where the rows of the sequence are among those of the step."""
+        self.total = 0
+        """Rows of the step, with padding."""
+
+    def take(self, name: str, module: nn.Module, output: Any) -> None:
+        """Keep the rows of an output that has one for each row of the step."""
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, Tensor):
+            return
+        rows = first[0] if first.dim() > 2 and first.shape[0] == 1 else first
+        if len(rows) == self.total:
+            self.rows[name].append(_digests(rows[self.part]))
+            self.kinds[name] = type(module).__name__
+
+
+def _digests(rows: Tensor) -> Tensor:
+    """[T] int64, one for the bytes of each row: whole outputs of all modules would not fit."""
+    bytes_TB = rows.reshape(len(rows), -1).contiguous().view(torch.uint8).long()
+    weights_B = torch.randint(1 << 40, (bytes_TB.shape[1],), generator=torch.Generator().manual_seed(0))
+    return (bytes_TB * weights_B).sum(1)
+
+
+@contextlib.contextmanager
+def _recording(model: PreTrainedModel) -> Iterator[_Recorder]:
+    recorder = _Recorder()
+
+    def hook(name: str) -> Any:
+        return lambda module, _, output: recorder.take(name, module, output)
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules() if name]
+    try:
+        yield recorder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _run(
+    model: PreTrainedModel,
+    experts: RunExperts,
+    pieces: Sequence[tuple[int, int]],
+    company: int,
+    recorder: _Recorder,
+) -> None:
+    tokens = torch.randint(
+        model.config.get_text_config().vocab_size,
+        (pieces[-1][1],),
+        generator=torch.Generator().manual_seed(0),
+    ).tolist()
+    cache = SequenceCache()
+    for start, end in pieces:
+        parts = [Part(SequenceCache(), tokens[:company], True)] if company else []
+        recorder.part = slice(company, company + end - start)
+        recorder.total = tiled(company + end - start, row_tile(model))
+        forward(model, [*parts, Part(cache, tokens[start:end], True)], experts)

@@ -42,6 +42,10 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     name: Annotated[str | None, typer.Option(help="Model id that clients use.")] = None,
+    deterministic: Annotated[
+        bool | None,
+        typer.Option("--deterministic/--no-deterministic", help="Bits that no other request can change."),
+    ] = None,
     address: Address = None,
     sets: Sets = None,
 ) -> None:
@@ -52,6 +56,7 @@ def serve(
             "model.path": path,
             "model.name": name,
             "model.dtype": dtype,
+            "model.deterministic": deterministic,
             "groups.count": groups,
             "router.replicas": routers,
             "server.host": host,

@@ -29,6 +29,8 @@ class ModelSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_context: int | None = Field(default=None, ge=1)
     """Tokens per sequence; by default what the checkpoint's config says."""
+    deterministic: bool = False
+    """Batch-invariant mode: the bits of a sequence's logits depend on its own tokens alone."""
 
 
 class GroupSettings(_Section):

@@ -54,7 +54,7 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
     Raises:
         CheckpointError: the folder is missing or broken; NotMoeError if it is no Mixture-of-Experts model.
         MemoryLimitError: it will not fit.
-        ConfigError: more expert groups than experts.
+        ConfigError: more expert groups than experts, or a model that can't be deterministic.
     """
     import psutil
     import torch
@@ -63,6 +63,7 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
     from raymoe.checkpoint.memory import check_memory, needed_bytes
     from raymoe.checkpoint.moe import describe
     from raymoe.checkpoint.resolve import resolve
+    from raymoe.model.invariant_check import check_can_be_invariant
     from raymoe.policy.layout import even_slices
 
     if settings.model.path is None:
@@ -74,6 +75,8 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
     path = path.resolve()
     checkpoint = Checkpoint.open(path)
     wanted = settings.model.dtype
+    if settings.model.deterministic:
+        check_can_be_invariant(checkpoint.config)
     model = describe(checkpoint, None if wanted == "auto" else getattr(torch, wanted))
     for layer in model.layers:
         even_slices(layer.experts, settings.groups.count)

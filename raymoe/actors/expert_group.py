@@ -85,7 +85,8 @@ class ExpertGroupActor:
         spec, settings = self._spec, self._spec.settings.groups
         start = time.monotonic()
         loader = ExpertLoader(Checkpoint.open(spec.path), getattr(torch, spec.dtype))
-        group = ExpertGroup(loader, self._name)
+        deterministic = spec.settings.model.deterministic
+        group = ExpertGroup(loader, self._name, deterministic)
         parsed = GroupName.parse(self._name)
         if parsed is None:
             raise ValueError(f"{self._name!r} is not an expert group's name")
@@ -94,7 +95,7 @@ class ExpertGroupActor:
             part = even_slices(experts, settings.count)[parsed.index]
             places = group.load_slice(layer, part, self._count_bytes)
             copies.append([(e, slot, generation) for e, (slot, generation) in zip(part, places, strict=True)])
-        hello = Hello(spec.token, spec.fingerprint, spec.dtype, spec.hidden_size)
+        hello = Hello(spec.token, spec.fingerprint, spec.dtype, spec.hidden_size, deterministic)
         self._server = GroupServer(group, hello, settings.threads)
         self._server.start()
         context = ray.get_runtime_context()

@@ -149,6 +149,7 @@ def engine_config(spec: Spec, router_id: str) -> EngineConfig:
         step_tokens=router.step_tokens,
         max_sequences=router.max_sequences,
         max_waiting=router.max_waiting,
+        deterministic=spec.settings.model.deterministic,
     )
 
 

@@ -63,7 +63,8 @@ class GenerateChunk:
 class EngineConfig:
     """All that an engine process is told at its start. Sizes in bytes, times in seconds.
 
-    `dtype` is a torch dtype's name or "auto"; `token` is the lanes' shared secret.
+    `dtype` is a torch dtype's name or "auto", `token` is the lanes' shared secret, and `deterministic` asks for
+    batch-invariant steps.
     """
 
     checkpoint: str
@@ -78,6 +79,7 @@ class EngineConfig:
     step_tokens: int
     max_sequences: int
     max_waiting: int
+    deterministic: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """As a plain dict."""

@@ -34,6 +34,7 @@ from raymoe.model.attention import NAME as ATTENTION
 from raymoe.model.attention import can_pack
 from raymoe.model.cache import FIRST_CAPACITY
 from raymoe.model.context import run_experts
+from raymoe.model.invariant_check import check_can_be_invariant, make_invariant
 from raymoe.policy.layout import GroupPlace, Layout
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,11 @@ class Process:
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         moe = describe(checkpoint, dtype)
         hello = Hello(
-            config.token, checkpoint.fingerprint, str(moe.dtype).removeprefix("torch."), moe.hidden_size
+            config.token,
+            checkpoint.fingerprint,
+            str(moe.dtype).removeprefix("torch."),
+            moe.hidden_size,
+            config.deterministic,
         )
 
         def open_lane(place: GroupPlace) -> Any:
@@ -101,6 +106,8 @@ class Process:
 
         self._config = config
         self._experts = Dispatcher(open_lane, config.silence_s)
+        if config.deterministic:
+            check_can_be_invariant(checkpoint.config)
         self._packs = can_pack(checkpoint.config)
         if not self._packs:
             log.warning(
@@ -181,6 +188,8 @@ class Process:
             return
         try:
             size = kv_size(self._model, self._experts.run)
+            if self._config.deterministic:
+                make_invariant(self._model, self._experts.run)
         except ExpertUnavailableError as error:
             log.warning("not ready: %s", error)
             self._experts.reconnect()

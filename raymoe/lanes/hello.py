@@ -14,12 +14,16 @@ from raymoe.lanes.header import MAX_MESSAGE, PROTOCOL_VERSION, Kind
 
 @dataclass(frozen=True)
 class Hello:
-    """What both sides of a lane must agree on. `token` is the secret shared by one server's parts."""
+    """What both sides of a lane must agree on.
+
+    `token` is the secret shared by one server's parts; `deterministic` is whether both are batch-invariant.
+    """
 
     token: str
     fingerprint: str
     dtype: str
     hidden_size: int
+    deterministic: bool = False
     protocol: int = PROTOCOL_VERSION
 
     def pack(self, **extra: Any) -> bytes:
@@ -35,7 +39,7 @@ class Hello:
             return theirs, f"protocol version {theirs.get('protocol')} called, {self.protocol} answered"
         if not hmac.compare_digest(str(theirs.get("token")).encode(), self.token.encode()):
             return theirs, "the token differs"
-        for name in ("fingerprint", "dtype", "hidden_size"):
+        for name in ("fingerprint", "dtype", "hidden_size", "deterministic"):
             if theirs.get(name) != getattr(self, name):
                 return theirs, f"{name} {theirs.get(name)!r} called, {getattr(self, name)!r} answered"
         return theirs, None

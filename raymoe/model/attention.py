@@ -18,7 +18,6 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from raymoe.checkpoint.private import attention_kinds
 from raymoe.errors import EngineError
-from raymoe.model.cache import PackedCache
 from raymoe.model.context import StepContext, current_step
 from raymoe.model.invariant import attend
 
@@ -77,7 +76,8 @@ def packed_attention(
     single = sinks_A is None and query.dtype == torch.float32
     query_TAD = query[0].transpose(0, 1)
     if cache.tile > 1:
-        return _invariant(step, cache, query_TAD, views, scale, sliding_window, sinks_A)[None], None
+        packed = views, cache.counts, cache.lengths
+        return attend(step, query_TAD, *packed, scale, sliding_window, sinks_A)[None], None
     outs, start = [], 0
     rows_GRD: tuple[Tensor, ...] = ()
     if single and 1 in cache.counts:
@@ -91,24 +91,6 @@ def packed_attention(
             outs.append(_rows(step, rows_QAD, keys_GLD, values_GLW, scale, sliding_window, sinks_A))
         start += count
     return (torch.cat(outs) if len(outs) > 1 else outs[0])[None], None
-
-
-def _invariant(
-    step: StepContext,
-    cache: PackedCache,
-    query_TAD: Tensor,
-    views: list[tuple[Tensor, Tensor]],
-    scale: float,
-    window: int | None,
-    sinks_A: Tensor | None,
-) -> Tensor:
-    """[T, A, W]; the rows of the padding are zeros."""
-    *rows, padding = query_TAD.split([*cache.counts, len(query_TAD) - sum(cache.counts)])
-    outs = [
-        attend(step, rows_QAD, keys_GLD, values_GLW, length, scale, window, sinks_A)
-        for rows_QAD, (keys_GLD, values_GLW), length in zip(rows, views, cache.lengths, strict=True)
-    ]
-    return torch.cat([*outs, padding.new_zeros(len(padding), *outs[0].shape[1:])])
 
 
 def _one_row(row_GRD: Tensor, keys_GLD: Tensor, values_GLW: Tensor, window: int | None) -> Tensor:

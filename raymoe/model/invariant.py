@@ -6,11 +6,13 @@ gives the same however many minus infinities follow, a product over up to 256 ke
 are padded to multiples of `ROWS`, keys to multiples of `KEYS`, and values are summed in blocks of `BLOCK` keys, all
 at absolute positions: what lies behind a row's own position adds exact zeros.
 
-Shape letters: Q rows of one sequence, A query heads, G heads of keys and values, R = A / G, M = R · Q, L keys,
-D and W widths of a key and of a value.
+Shape letters: T rows of the step, Q of them of one sequence, A query heads, G heads of keys and values, R = A / G,
+M = R · Q, L keys, D and W widths of a key and of a value.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,6 +29,64 @@ _SCORES = 1 << 22
 
 def attend(
     step: StepContext,
+    query_TAD: Tensor,
+    views: Sequence[tuple[Tensor, Tensor]],
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    sinks_A: Tensor | None,
+) -> Tensor:
+    """[T, A, W]: of each sequence, the last `counts` of `lengths` positions attend to what is before them.
+
+    `views` are its keys [G, L, D] and values [G, L, W], L its length rounded up to `KEYS`; what the last of them
+    hold doesn't matter, if it is finite. Rows behind the sequences' are padding and get zeros.
+    """
+    heads, groups = query_TAD.shape[1], views[0][0].shape[0]
+    single = sinks_A is None and query_TAD.dtype == torch.float32
+    rows_GRD: tuple[Tensor, ...] = ()
+    if single and 1 in counts:
+        query_TGRD = query_TAD.view(len(query_TAD), groups, -1, query_TAD.shape[2]) * scale
+        rows_GRD = functional.pad(query_TGRD, (0, 0, 0, -query_TGRD.shape[2] % ROWS)).unbind()
+    outs, start = [], 0
+    for count, length, (keys_GLD, values_GLW) in zip(counts, lengths, views, strict=True):
+        if single and count == 1:
+            out_GRW = _one_row(rows_GRD[start], keys_GLD, values_GLW, length, window)
+            outs.append(out_GRW[:, : heads // groups].reshape(1, heads, -1))
+        else:
+            rows_QAD = query_TAD[start : start + count]
+            outs.append(_rows(step, rows_QAD, keys_GLD, values_GLW, length, scale, window, sinks_A))
+        start += count
+    outs.append(query_TAD.new_zeros(len(query_TAD) - start, heads, outs[0].shape[2]))
+    return torch.cat(outs)
+
+
+def _one_row(
+    row_GRD: Tensor, keys_GLD: Tensor, values_GLW: Tensor, length: int, window: int | None
+) -> Tensor:
+    """[G, R, W] of a row that is scaled and whose heads are padded: the operations of `_attend`, and no others."""
+    first = _first_key(length - 1, window)
+    keys_GLD, values_GLW = keys_GLD[:, first:], values_GLW[:, first:]
+    scores_GRL = torch.bmm(row_GRD, keys_GLD.transpose(1, 2))
+    _hide(scores_GRL, length - 1, first, window)
+    return _sum_values(torch.softmax(scores_GRL, -1), values_GLW)
+
+
+def _first_key(position: int, window: int | None) -> int:
+    """Where the first block begins of which a row at `position` sees something."""
+    return 0 if window is None else max(position - window + 1, 0) // BLOCK * BLOCK
+
+
+def _hide(scores_GML: Tensor, position: int, first: int, window: int | None) -> None:
+    """Hide what a row at `position` doesn't see."""
+    if position + 1 - first < scores_GML.shape[2]:
+        scores_GML[:, :, position + 1 - first :] = -torch.inf
+    if window is not None and position - window + 1 > first:
+        scores_GML[:, :, : position - window + 1 - first] = -torch.inf
+
+
+def _rows(
+    step: StepContext,
     rows_QAD: Tensor,
     keys_GLD: Tensor,
     values_GLW: Tensor,
@@ -35,10 +95,7 @@ def attend(
     window: int | None,
     sinks_A: Tensor | None,
 ) -> Tensor:
-    """[Q, A, W]: the last Q of `length` positions attend to what is before them and within the window.
-
-    L is `length` rounded up to `KEYS`; what the last keys and values hold doesn't matter, if it is finite.
-    """
+    """[Q, A, W], in parts whose scores fit and that skip keys which none of their rows sees."""
     count, heads, _ = rows_QAD.shape
     tile = min(_QUERIES, max(_SCORES // (heads * keys_GLD.shape[1]) // ROWS, 1) * ROWS)
     outs = []
@@ -46,7 +103,7 @@ def attend(
         part_QAD = rows_QAD[start : start + tile]
         position = length - count + start
         end = tiled(position + part_QAD.shape[0], KEYS)
-        first = 0 if window is None else max(position - window + 1, 0) // BLOCK * BLOCK
+        first = _first_key(position, window)
         part = part_QAD, keys_GLD[:, first:end], values_GLW[:, first:end]
         outs.append(_attend(step, *part, position, first, scale, window, sinks_A))
     return torch.cat(outs) if len(outs) > 1 else outs[0]
@@ -80,9 +137,7 @@ def _attend(
     else:
         scores_GML = torch.bmm(query_GMD, keys_GLD.transpose(1, 2)).float() * scale
     if count == 1:
-        scores_GML[:, :, position + 1 - first :] = -torch.inf
-        if window is not None and position - window + 1 > first:
-            scores_GML[:, :, : position - window + 1 - first] = -torch.inf
+        _hide(scores_GML, position, first, window)
     else:
         mask_QL = _mask(step, padded[2], position, first, length, window)
         scores_GML = scores_GML.view(*padded, length).add_(mask_QL).view(groups, -1, length)

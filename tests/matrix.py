@@ -76,6 +76,15 @@ def split_model(
     folder: Path, slices: Sequence[Sequence[int]], dtype: torch.dtype | None = None
 ) -> Iterator[PreTrainedModel]:
     """The folder's router, its experts in serving groups that hold `slices`, behind lanes and dispatcher."""
+    with served_experts(folder, slices, dtype) as dispatcher:
+        yield load_router(Checkpoint.open(folder), dispatcher.run, dtype=dtype)
+
+
+@contextlib.contextmanager
+def served_experts(
+    folder: Path, slices: Sequence[Sequence[int]], dtype: torch.dtype | None = None
+) -> Iterator[Dispatcher]:
+    """A dispatcher to serving groups that hold `slices` of every layer."""
     checkpoint = Checkpoint.open(folder)
     loader = ExpertLoader(checkpoint, dtype)
     moe = loader.model
@@ -99,7 +108,7 @@ def split_model(
     try:
         places = tuple(GroupPlace(name, server.address) for name, server in servers.items())
         dispatcher.set_layout(Layout(0, places, tuple(map(tuple, copies))))
-        yield load_router(checkpoint, dispatcher.run, dtype=dtype)
+        yield dispatcher
     finally:
         dispatcher.close()
         for server in servers.values():

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from raymoe.checkpoint.folder import Checkpoint
 from raymoe.checkpoint.private import experts_of
 from raymoe.checkpoint.router import load_router
-from raymoe.engine.loop import Engine, Event
+from raymoe.engine.loop import Engine, Event, Experts
 from raymoe.engine.messages import GenerateRequest, SamplingParams
 from raymoe.engine.scheduler import Limits
 from raymoe.errors import ExpertUnavailableError, RaymoeError
@@ -103,9 +103,7 @@ class Clock:
         return self.now
 
 
-def engine(
-    folder: Path, clock: Clock | None = None, experts: LocalExperts | None = None, **limits: int
-) -> Engine:
+def engine(folder: Path, clock: Clock | None = None, experts: Experts | None = None, **limits: int) -> Engine:
     """An engine over a tiny checkpoint; `limits` are those of `Limits`."""
     model = router_model(folder)
     values = {"step_tokens": 64, "max_sequences": 8, "max_waiting": 32, "kv_tokens": 4096, **limits}

@@ -2,7 +2,7 @@
 
 What this rests on was measured (docs/decisions.md) and is checked at each start (`invariant_check.py`): a product
 of 4, 8, 12, ... rows gives each row the same bits whatever their number is. A softmax over 64, 128, ... scores
-gives the same however many minus infinities follow, a product over up to 256 keys however many zero shares. So rows
+gives the same however many minus infinities follow, a product over 64 or 128 keys however many zero shares. So rows
 are padded to multiples of `ROWS`, keys to multiples of `KEYS`, and values are summed in blocks of `BLOCK` keys, all
 at absolute positions: what lies behind a row's own position adds exact zeros.
 
@@ -151,14 +151,15 @@ def _attend(
 
 
 def _sum_values(shares_GML: Tensor, values_GLW: Tensor) -> Tensor:
-    """[G, M, W] in fp32 or the values' dtype. A block of zero shares adds nothing, so it may be there or not."""
-    out_GMW = torch.bmm(shares_GML[:, :, :BLOCK], values_GLW[:, :BLOCK])
+    """[G, M, W] in the values' dtype. A block of zero shares adds nothing, so it may be there or not."""
+    sum_GMW = torch.bmm(shares_GML[:, :, :BLOCK], values_GLW[:, :BLOCK])
     if shares_GML.shape[2] <= BLOCK:
-        return out_GMW
-    sum_GMW = out_GMW.float()
+        return sum_GMW
+    single = sum_GMW.dtype == torch.float32
+    sum_GMW = sum_GMW.float()
     for start in range(BLOCK, shares_GML.shape[2], BLOCK):
-        block = slice(start, start + BLOCK)
-        sum_GMW += torch.bmm(shares_GML[:, :, block], values_GLW[:, block])
+        block = shares_GML[:, :, start : start + BLOCK], values_GLW[:, start : start + BLOCK]
+        sum_GMW = sum_GMW.baddbmm_(*block) if single else sum_GMW.add_(torch.bmm(*block))
     return sum_GMW.to(values_GLW.dtype)
 
 

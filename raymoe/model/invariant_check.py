@@ -21,7 +21,7 @@ from raymoe.model.cache import SequenceCache
 from raymoe.model.context import RunExperts
 from raymoe.model.forward import Part, forward, row_tile, set_row_tile
 from raymoe.model.row_check import ROWS_TRIED, check_rows, random_rows
-from raymoe.policy.tiles import ROWS, tiled
+from raymoe.policy.tiles import KEYS, ROWS, tiled
 
 TOKENS = 293
 """Length of the sequence that is tried: more than a block of keys, and it leaves three threads uneven shares."""
@@ -98,8 +98,8 @@ def check_model(model: PreTrainedModel, experts: RunExperts) -> None:
         tried = ROWS_TRIED if module.weight.numel() <= _LARGE else 64
         check_rows(module, random_rows(shape[1], module.weight.dtype, tried), f"{name} {shape}")
     length = min(TOKENS, model.config.get_text_config().max_position_embeddings)
-    # Prefill before and across the border of a block of keys, and decode on both sides of a tile.
-    cuts = [cut for cut in (2, 3, 40, 63, 64, 65, 66, 200, length - 1) if cut < length]
+    # In each tile of keys one decode, one piece that ends there, and one that begins there and ends in the next.
+    cuts = [tile + cut for tile in range(0, length, KEYS) for cut in (20, 21, 50) if tile + cut < length]
     pieces = list(zip([0, *cuts], [*cuts, length], strict=True))
     with _recording(model) as alone:
         _run(model, experts, [(0, length)], 0, alone)

@@ -56,11 +56,18 @@ class Checkpoint:
         for file, names in sorted(_weight_files(path).items()):
             header, entries = read_header(path / file)
             digest.update(file.encode() + b"\0" + header)
-            absent = sorted((names or set()) - entries.keys())
+            absent, extra = (
+                sorted((names or set()) - entries.keys()),
+                sorted(entries.keys() - (names or entries)),
+            )
             if absent:
                 raise CheckpointError(f"{path / file} lacks {some(absent)}, which {INDEX} says it holds")
-            # Tensors that the index does not place here (a stale copy, say) are not part of the model.
-            tensors.update(entries if names is None else {name: entries[name] for name in names})
+            if extra:
+                raise CheckpointError(
+                    f"{path / file} holds {some(extra)}, which {INDEX} doesn't place there:"
+                    " are index and files of one download?"
+                )
+            tensors.update(entries)
         checkpoint = cls(path, config, tensors, digest.hexdigest())
         model = private.meta_model(config)
         if not private.experts_of(model):

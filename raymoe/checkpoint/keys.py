@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from raymoe.checkpoint.fills import check_fills
 from raymoe.checkpoint.folder import Checkpoint, some
 from raymoe.checkpoint.private import Conversion, dot_natural_key, missing_and_unexpected, targets_of
 from raymoe.checkpoint.tensors import LazyTensor, OnBytes, TensorEntry
@@ -45,6 +46,12 @@ class Keys:
     router: tuple[TensorEntry, ...]
     layers: tuple[LayerSources, ...]
 
+    def names(self) -> Iterator[str]:
+        """The names of all."""
+        stacked = (layer.stacked for layer in self.layers)
+        separate = (own for layer in self.layers for own in layer.separate)
+        return (entry.name for entry in chain(self.router, *stacked, *separate))
+
 
 def split_keys(
     checkpoint: Checkpoint, model: PreTrainedModel, conversion: Conversion, experts: dict[str, nn.Module]
@@ -53,10 +60,10 @@ def split_keys(
 
     Raises:
         CheckpointError: names the first parameters that no tensor fills, tensors that have no place in the
-            model, or experts that lack a tensor.
+            model, experts that lack a tensor; and as `check_fills`.
     """
     targets = targets_of(model, conversion, checkpoint.tensors)
-    missing, unexpected = missing_and_unexpected(model, targets)
+    missing, unexpected = missing_and_unexpected(model, targets, checkpoint.config)
     if missing:
         raise CheckpointError(
             f"{checkpoint.path} lacks tensors for {some(missing)}: is the download incomplete?"
@@ -77,7 +84,9 @@ def split_keys(
         elif target.names:
             router.append(checkpoint.tensors[key])
     layers = [_layer_sources(checkpoint, name, module, by_layer[name]) for name, module in experts.items()]
-    return Keys(tuple(router), tuple(layers))
+    keys = Keys(tuple(router), tuple(layers))
+    check_fills(checkpoint, model.state_dict(), {name: targets[name] for name in keys.names()})
+    return keys
 
 
 def _layer_sources(checkpoint: Checkpoint, layer: str, module: nn.Module, groups: _Sources) -> LayerSources:

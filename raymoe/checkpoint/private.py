@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,14 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Target:
-    """Where one checkpoint key goes: parameters, and the pattern of the conversion if there is one."""
+    """Where one checkpoint key goes: parameters, and the pattern of the conversion if there is one.
+
+    `patterns` are all that this conversion takes: a key must match each of them.
+    """
 
     names: tuple[str, ...]
     pattern: str | None
+    patterns: tuple[str, ...] = ()
 
 
 def targets_of(model: PreTrainedModel, conversion: Conversion, keys: Iterable[str]) -> dict[str, Target]:
@@ -186,15 +190,20 @@ def targets_of(model: PreTrainedModel, conversion: Conversion, keys: Iterable[st
         elif pattern is None:
             targets[key] = Target((name,), None)
         else:
-            first, *more = by_pattern[pattern].target_patterns
-            targets[key] = Target((name, *(name.replace(first, other) for other in more)), pattern)
+            converter = by_pattern[pattern]
+            first, *more = converter.target_patterns
+            names = (name, *(name.replace(first, other) for other in more))
+            targets[key] = Target(names, pattern, tuple(converter.source_patterns))
     return targets
 
 
 def missing_and_unexpected(
-    model: PreTrainedModel, targets: Mapping[str, Target]
+    model: PreTrainedModel, targets: Mapping[str, Target], config: PretrainedConfig
 ) -> tuple[list[str], list[str]]:
-    """Parameters that no key fills, and keys without a place; less what the architecture says may be so."""
+    """Parameters that no key fills, and keys without a place; less what the architecture says may be so.
+
+    `config` is the folder's, which may describe more than the text model.
+    """
     filled = {name for target in targets.values() for name in target.names}
     for one, other in model.all_tied_weights_keys.items():
         if one in filled or other in filled:
@@ -205,10 +214,25 @@ def missing_and_unexpected(
         *(model._keys_to_ignore_on_load_unexpected or ()),
         r"rotary_emb\.inv_freq$",
         r"position_ids$",
+        *_unused_parts(config),
     }
     missing = [name for name in model.state_dict() if name not in filled and not _any(may_miss, name)]
     unexpected = [key for key, target in targets.items() if not target.names and not _any(may_remain, key)]
     return missing, sorted(unexpected)
+
+
+def _unused_parts(config: PretrainedConfig) -> Iterator[str]:
+    """Patterns of tensors that checkpoints ship and text generation doesn't use.
+
+    Layers behind the last one predict several tokens at once (DeepSeek-V3, GLM); transformers' own patterns name
+    the layer numbers of the released sizes only. The rest are towers for images and sound.
+    """
+    text = config.get_text_config(decoder=True)
+    layers, extra = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
+    for number in range(layers, layers + extra):
+        yield rf"(^|\.)layers\.{number}\."
+    if text is not config:
+        yield r"^(model\.)?(vision|visual|audio|multi_modal_projector)"
 
 
 def branch(conversion: Conversion, name: str, leaf: nn.Module) -> nn.Module:

@@ -67,17 +67,31 @@ def read_header(file: Path) -> tuple[bytes, dict[str, TensorEntry]]:
     except OSError as error:
         raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         entries = {name: _entry(name, file, value, 8 + length) for name, value in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{file} has a malformed safetensors header: {error}") from None
-    expected = max((entry.offset + entry.nbytes for entry in entries.values()), default=8 + length)
+    expected = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes)):
+        if entry.offset != expected:
+            raise CheckpointError(
+                f"{file}, tensor {entry.name}: its bytes don't follow those of the one before"
+            )
+        expected += entry.nbytes
     if size != expected:
         raise CheckpointError(
             f"{file} has {size} bytes where its header says {expected}: is the download incomplete?"
         )
     return raw, entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"{twice} is defined twice")
+    return value
 
 
 def _entry(name: str, file: Path, value: Any, base: int) -> TensorEntry:

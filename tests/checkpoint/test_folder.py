@@ -139,15 +139,84 @@ def test_garbage_instead_of_a_header_is_refused(single: Path) -> None:
     refused(single, "model.safetensors", "malformed")
 
 
-def test_tensor_absent_from_index_is_refused_by_name(sharded: Path) -> None:
+def test_tensor_that_the_index_does_not_know_is_refused_by_name(sharded: Path) -> None:
     edit_json(sharded / "model.safetensors.index.json", lambda index: index["weight_map"].pop(EXPERT))
-    refused(sharded, EXPERT, "7 tensors for the 8 experts")
+    refused(sharded, EXPERT, "doesn't place there")
 
 
-def test_router_tensor_absent_from_index_is_refused_by_name(sharded: Path) -> None:
-    index = sharded / "model.safetensors.index.json"
-    edit_json(index, lambda value: value["weight_map"].pop("model.norm.weight"))
-    refused(sharded, "model.norm.weight", "incomplete")
+def test_tensor_in_two_files_is_refused_by_name(sharded: Path) -> None:
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    file = sharded / next(file for file in index.values() if file != index[EXPERT])
+    save_file(load_file(file) | {EXPERT: torch.zeros(48, 64)}, file, {"format": "pt"})
+    refused(sharded, EXPERT, file.name, "doesn't place there")
+
+
+def test_stale_index_that_names_more_files_is_refused(sharded: Path) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    everything = {name: value for file in files for name, value in load_file(file).items()}
+    for file in files:
+        file.unlink()
+    save_file(everything, sharded / "model-00001-of-00001.safetensors", {"format": "pt"})
+    refused(sharded, files[0].name, "which model.safetensors.index.json names", "incomplete")
+
+
+@pytest.mark.parametrize("name", [EXPERT, "model.norm.weight", "lm_head.weight"])
+def test_tensor_in_no_file_is_refused_by_name(single: Path, name: str) -> None:
+    edit_tensors(single, lambda tensors: tensors.pop(name))
+    refused(single, name, "incomplete")
+
+
+def test_one_half_of_all_experts_of_a_layer_missing_is_refused(single: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".layers.1." in name and "up_proj" in name]:
+            del tensors[name]
+
+    edit_tensors(single, drop)
+    refused(single, "only a part of model.layers.1.mlp.experts.gate_up_proj", "up_proj", "incomplete")
+
+
+def test_parameter_defined_by_two_names_is_refused(single: Path) -> None:
+    edit_tensors(single, lambda tensors: tensors.update({"norm.weight": torch.ones(64)}))
+    refused(single, "defines model.norm.weight more than once", "norm.weight, norm.weight")
+
+
+def test_experts_both_stacked_and_one_by_one_are_refused(single: Path) -> None:
+    name = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(single, lambda tensors: tensors.update({name: torch.ones(8, 64, 48)}))
+    refused(single, f"defines {name} more than once", "experts.0.down_proj.weight", "and 4 more")
+
+
+@pytest.mark.parametrize("name", [EXPERT, "model.norm.weight"])
+@pytest.mark.parametrize("shape", [(0,), (3, 5)])
+def test_wrong_size_is_refused_before_loading(single: Path, name: str, shape: tuple[int, ...]) -> None:
+    edit_tensors(single, lambda tensors: tensors.update({name: torch.zeros(shape)}))
+    refused(single, name, f"has shape {shape}", "config.json asks for")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_tensors_that_the_config_hides_are_refused(single: Path, dtype: torch.dtype) -> None:
+    edit_tensors(single, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(dtype)}))
+    refused(single, EXPERT, "quantised?", "bfloat16")
+
+
+def test_header_with_one_name_twice_is_refused(single: Path) -> None:
+    file = single / "model.safetensors"
+    raw = file.read_bytes()
+    names = (b"mlp.experts.4.up_proj", b"mlp.experts.5.up_proj")
+    file.write_bytes(raw.replace(*names, 1))
+    refused(single, "model.safetensors", "mlp.experts.5.up_proj.weight is defined twice")
+
+
+def test_tensors_that_share_bytes_are_refused(single: Path) -> None:
+    file = single / "model.safetensors"
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    norms = [name for name in header if name.endswith("input_layernorm.weight")]
+    header[norms[0]]["data_offsets"] = header[norms[1]]["data_offsets"]
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + length :])
+    refused(single, "model.safetensors", "don't follow")
 
 
 def test_index_that_names_another_file_for_a_tensor_is_refused(sharded: Path) -> None:

@@ -101,7 +101,7 @@ def test_wrong_shape_of_an_expert_names_its_parameter(
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder("olmoe"), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.2.mlp.experts.4.down_proj.weight"] = torch.ones(64, 47)
+    tensors["model.layers.2.mlp.experts.4.down_proj.weight"] = torch.ones(48, 64)  # only loading can tell
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     loader = ExpertLoader(Checkpoint.open(folder))
     loader.load(2, [3])

@@ -14,7 +14,7 @@ from raymoe.errors import ConfigError
 from raymoe.policy.tiles import ROWS
 
 ROWS_TRIED = 512
-"""Rows of the largest product that is tried; the others have all multiples of `ROWS` up to 64, and some more."""
+"""Rows of the largest product that is tried; the others have all multiples of a tile up to 64, and some more."""
 
 
 def random_rows(width: int, dtype: torch.dtype, rows: int = ROWS_TRIED) -> Tensor:
@@ -23,8 +23,10 @@ def random_rows(width: int, dtype: torch.dtype, rows: int = ROWS_TRIED) -> Tenso
 
 
 @torch.inference_mode()
-def check_rows(run: Callable[[Tensor], Tensor], rows_TH: Tensor, what: str) -> None:
+def check_rows(run: Callable[[Tensor], Tensor], rows_TH: Tensor, what: str, tile: int = ROWS) -> None:
     """Compare each row's results among all rows with those among fewer, and in other places.
+
+    `tile`: `run` is only asked for multiples of it; 1 if it pads its rows itself.
 
     Raises:
         ConfigError: they differ; names `what` and the numbers of rows.
@@ -33,7 +35,7 @@ def check_rows(run: Callable[[Tensor], Tensor], rows_TH: Tensor, what: str) -> N
     expected = run(rows_TH)
     if not torch.equal(run(rows_TH.flip(0)).flip(0), expected):
         raise ConfigError(_refusal(what, rows_TH, f"depend on a row's place among {total}"))
-    counts = [n for n in (*range(ROWS, 65, ROWS), 100, 128, 200, 256, 384) if n < total]
+    counts = [n for n in (*range(tile, 65, tile), 100, 128, 200, 256, 384) if n < total]
     for count in counts:
         for start in (0, total - count):
             part = slice(start, start + count)

@@ -37,6 +37,14 @@ def test_memory_is_checked_against_what_there_is(tiny_folder: Callable[[str], Pa
     prepare(settings, available=0)
 
 
+def test_models_that_can_not_be_deterministic_are_refused_before_anything_starts(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    values = {"model": {"path": str(tiny_folder("qwen3_next")), "deterministic": True}}
+    with pytest.raises(ConfigError, match="qwen3_next keeps other states"):
+        prepare(Settings.build(values), available=0)
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [

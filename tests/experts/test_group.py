@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from raymoe.errors import NotMoeError, StaleLayoutError
+from raymoe.errors import ConfigError, NotMoeError, StaleLayoutError
+from raymoe.experts import kernels
 from raymoe.experts.group import ExpertGroup
 from raymoe.experts.kernels import kernel_for
 from raymoe.lanes.base import Request
@@ -100,3 +101,32 @@ def test_experts_that_need_more_than_a_slot_are_refused_openly():
     module.has_post_expert_norm = True
     with pytest.raises(NotMoeError, match="normalises after each expert"):
         kernel_for(module)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_in_deterministic_mode_a_rows_bits_are_its_own(kind):
+    loader = MemoryLoader(kind=kind)
+    group = ExpertGroup(loader, "g0", deterministic=True)
+    group.load_slice(0, range(8))
+    rows_RH = torch.randn(70, HIDDEN)
+    every = request(rows_RH, list(range(70)) * 2, [(1, 0, 70), (4, 0, 70)])
+    group.compute([every])
+    torch.testing.assert_close(every.out_PH[:70], alone(loader.modules[0], 1, rows_RH), atol=1e-5, rtol=1e-5)
+    for count in (1, 2, 3, 5, 33):
+        some = rows_RH[10 : 10 + count]
+        one = request(some, list(range(count)), [(4, 0, count)])
+        group.compute([one])
+        assert torch.equal(one.out_PH, every.out_PH[80 : 80 + count])
+        # Of two routers, in one product.
+        merged = [request(some, [0], [(4, 0, 1)]), request(rows_RH, list(range(70)), [(4, 0, 70)])]
+        group.compute(merged)
+        assert torch.equal(merged[0].out_PH, every.out_PH[80:81])
+        assert torch.equal(merged[1].out_PH, every.out_PH[70:])
+
+
+def test_a_kernel_that_can_not_be_deterministic_is_refused_at_loading(monkeypatch):
+    group = ExpertGroup(MemoryLoader(), "g0", deterministic=True)
+    monkeypatch.setattr(kernels, "ROWS", 1)
+    with pytest.raises(ConfigError, match=r"an expert of g0 \(rows of 32 float32, 1 threads\)"):
+        group.load_slice(0, [0])
+    ExpertGroup(MemoryLoader(), "g1").load_slice(0, [0])

@@ -20,6 +20,7 @@ def test_equal_sides_welcome_each_other():
         ({"fingerprint": "xyz"}, "fingerprint 'xyz' called, 'abc' answered"),
         ({"dtype": "bfloat16"}, "dtype 'bfloat16' called"),
         ({"hidden_size": 32}, "hidden_size 32 called, 64 answered"),
+        ({"deterministic": True}, "deterministic True called, False answered"),
         ({"protocol": 99}, "protocol version 99 called"),
         ({"token": "wrong"}, "the token differs"),
     ],

@@ -129,9 +129,8 @@ class ExpertGroup:
         shape = weights.up.shape, weights.up.dtype
         if shape not in self._checked:
             rows_TH = random_rows(weights.up.shape[0], weights.up.dtype)
-            check_rows(
-                lambda rows_TH: self._kernel.alone(weights, rows_TH), rows_TH, f"an expert of {self.name}"
-            )
+            what = f"an expert of {self.name}"
+            check_rows(lambda rows_NH: self._kernel.alone(weights, rows_NH), rows_TH, what, tile=1)
             self._checked.add(shape)
 
     def stats(self) -> dict[str, Any]:

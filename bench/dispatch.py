@@ -1,11 +1,12 @@
 """Step time through two expert groups against one process, and against plain transformers.
 
-Three ways to compute the same step, in turns within each round:
+Four ways to compute the same step, in turns within each round:
   groups        a router process (two threads) and two expert group processes (one thread each), in turns at work
+  deterministic the same in batch-invariant mode
   inprocess     the same router code and the same kernels, router and experts in one process, two threads
   transformers  the library's own model with grouped_mm experts, two threads
-The first has the environment that raymoe gives its processes, the others torch's own.
-Each figure is the median over rounds of the ratio within a round. All three must choose the same next tokens.
+The first two have the environment that raymoe gives its processes, the others torch's own.
+Each figure is the median over rounds of the ratio within a round. All must choose the same next tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ RATIOS = {
     "ratio_inprocess": ("groups", "inprocess"),
     "ratio_transformers": ("groups", "transformers"),
     "inprocess_vs_transformers": ("inprocess", "transformers"),
+    "deterministic_cost": ("deterministic", "groups"),
 }
 
 
@@ -61,10 +63,11 @@ def run_on(path: Path, rounds: int, say: Callable[[str], None]) -> dict[str, Any
         "groups": GROUPS,
         "rounds": rounds,
     }
-    with remote_router(path) as remote:
+    with remote_router(path) as remote, remote_router(path, deterministic=True) as invariant:
         for case, (sequences, rows) in CASES.items():
             steps: dict[str, Step] = {
                 "groups": RemoteStep(remote, sequences, rows),
+                "deterministic": RemoteStep(invariant, sequences, rows),
                 "inprocess": Packed(router, local, sequences, rows),
                 "transformers": Library(library, sequences, rows),
             }

@@ -1,4 +1,4 @@
-"""`python -m bench.group FOLDER NAME FIRST LAST TOKEN`: one expert group as a plain process.
+"""`python -m bench.group FOLDER NAME FIRST LAST MODE`: one expert group as a plain process.
 
 It prints its address, serves until its standard input ends, and needs no Ray.
 """
@@ -29,12 +29,13 @@ TOKEN = "bench"
 
 @contextlib.contextmanager
 def expert_groups(path: Path, loader: ExpertLoader, hello: Hello) -> Iterator[Dispatcher]:
-    """Two expert groups in processes of their own, and a dispatcher connected to them."""
+    """Two expert groups in processes of their own, and a dispatcher connected to them; in the mode of `hello`."""
     experts = [layer.experts for layer in loader.model.layers]
     slices = even_slices(experts[0], GROUPS)
+    command = [sys.executable, "-m", "bench.group", str(path)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "bench.group", str(path), f"g{n}", str(part.start), str(part.stop), TOKEN],
+            [*command, f"g{n}", str(part.start), str(part.stop), mode_name(hello.deterministic)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -68,14 +69,20 @@ def expert_groups(path: Path, loader: ExpertLoader, hello: Hello) -> Iterator[Di
                 process.stdout.close()
 
 
-def main(path: str, name: str, first: str, last: str, token: str) -> None:
+def mode_name(deterministic: bool) -> str:
+    """How a mode is called on a command line."""
+    return "deterministic" if deterministic else "normal"
+
+
+def main(path: str, name: str, first: str, last: str, mode: str) -> None:
     """Load experts [first, last) of every layer and serve them."""
     checkpoint = Checkpoint.open(path)
     loader = ExpertLoader(checkpoint)
-    group = ExpertGroup(loader, name)
+    deterministic = mode == mode_name(True)
+    group = ExpertGroup(loader, name, deterministic)
     for layer in loader.model.layers:
         group.load_slice(layer.index, range(int(first), int(last)))
-    hello = Hello(token, checkpoint.fingerprint, "float32", loader.model.hidden_size)
+    hello = Hello(TOKEN, checkpoint.fingerprint, "float32", loader.model.hidden_size, deterministic)
     server = GroupServer(group, hello, threads=1)
     server.start()
     print(server.address, flush=True)

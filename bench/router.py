@@ -1,4 +1,4 @@
-"""`python -m bench.router FOLDER`: the router of `bench dispatch`, with its two expert groups.
+"""`python -m bench.router FOLDER MODE`: the router of `bench dispatch`, with its two expert groups.
 
 A process of its own, so that it has the environment that raymoe gives to engines, and its peers have torch's own.
 It reads one JSON command a line and answers with one: {"prepare": [sequences, rows], "to": FILE} writes the logits
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.group import TOKEN, expert_groups
+from bench.group import TOKEN, expert_groups, mode_name
 from bench.steps import Packed, Step
 from raymoe.checkpoint.folder import Checkpoint
 from raymoe.checkpoint.router import load_router
@@ -28,20 +28,24 @@ from raymoe.checkpoint.slices import ExpertLoader
 from raymoe.lanes.hello import Hello
 from raymoe.model.attention import NAME as ATTENTION
 from raymoe.model.context import run_experts
+from raymoe.model.invariant_check import make_invariant
 from raymoe.policy.threads import thread_environment
 
 THREADS = 2
 
 
-def main(folder: str) -> None:
+def main(folder: str, mode: str) -> None:
     """Serve commands until the standard input ends."""
+    deterministic = mode == mode_name(True)
     path = Path(folder)
     checkpoint = Checkpoint.open(path)
     torch.set_num_threads(THREADS)
     loader = ExpertLoader(checkpoint)
-    hello = Hello(TOKEN, checkpoint.fingerprint, "float32", loader.model.hidden_size)
+    hello = Hello(TOKEN, checkpoint.fingerprint, "float32", loader.model.hidden_size, deterministic)
     router = load_router(checkpoint, run_experts, attention=ATTENTION)
     with expert_groups(path, loader, hello) as dispatcher:
+        if deterministic:
+            make_invariant(router, dispatcher.run)
         print("{}", flush=True)
         step = None
         for line in sys.stdin:
@@ -76,10 +80,10 @@ class RemoteStep(Step):
 
 
 @contextlib.contextmanager
-def remote_router(path: Path) -> Iterator[subprocess.Popen[str]]:
+def remote_router(path: Path, deterministic: bool = False) -> Iterator[subprocess.Popen[str]]:
     """The router process, loaded and connected to its groups."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.router", str(path)],
+        [sys.executable, "-m", "bench.router", str(path), mode_name(deterministic)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -107,4 +111,4 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -37,7 +37,7 @@ def test_the_last_line_is_one_json_object(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.splitlines()[0] == "x"
 
 
-def test_dispatch_measures_all_cases_in_three_ways_that_agree(tiny_folder):
+def test_dispatch_measures_all_cases_in_four_ways_that_agree(tiny_folder):
     threads = torch.get_num_threads()
     try:
         result = dispatch.run_on(tiny_folder("qwen3_moe"), 2, lambda text: None)
@@ -52,7 +52,7 @@ def test_dispatch_measures_all_cases_in_three_ways_that_agree(tiny_folder):
 
 def test_ways_that_compute_different_things_are_not_compared():
     same = torch.randn(3, 50)
-    ways = {"groups": same, "inprocess": same.clone(), "transformers": same + 1e-6}
+    ways = {"groups": same, "inprocess": same.clone(), "transformers": same + 1e-6, "deterministic": same}
     check_equal(ways, "decode_1")
     for name in ways:
         others = "|".join(sorted(set(ways) - {name}))

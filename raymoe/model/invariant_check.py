@@ -6,8 +6,7 @@ Shape letters: T rows of a forward, H their width.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,12 +20,11 @@ from raymoe.model.cache import SequenceCache
 from raymoe.model.context import RunExperts
 from raymoe.model.forward import Part, forward, row_tile, set_row_tile
 from raymoe.model.row_check import ROWS_TRIED, check_rows, random_rows
+from raymoe.model.vector_ends import fitting_tile
 from raymoe.policy.tiles import KEYS, ROWS, tiled
 
 TOKENS = 293
 """Length of the sequence that is tried: more than a block of keys, and it leaves three threads uneven shares."""
-_LANE_BYTES = 128
-"""Vectorised operators take two 512-bit vectors at a time; smaller vectors divide them."""
 _COMPANY = 5
 _WIDE = 16
 """Outputs from which on a matrix's layout doesn't matter to bits."""
@@ -53,7 +51,7 @@ def make_invariant(model: PreTrainedModel, experts: RunExperts) -> None:
     Raises:
         ConfigError, ExpertUnavailableError: as `check_model`.
     """
-    set_row_tile(model, wanted_tile(model))
+    set_row_tile(model, wanted_tile(model, experts))
     _lay_out(model)
     check_model(model, experts)
 
@@ -71,19 +69,10 @@ def _lay_out(model: PreTrainedModel) -> None:
             module.weight.data = module.weight.data.t().contiguous().t()
 
 
-def wanted_tile(model: PreTrainedModel) -> int:
-    """The smallest number of rows that fills vectors, whatever the width of the rows.
-
-    Vectorised operators compute what is left at the end of a tensor in another way. Most widths are multiples of
-    anything; a shared expert's gate gives one number a row, and then it takes `_LANE_BYTES` of them.
-    """
-    tile, ends = ROWS, {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() == 2 and id(module) not in ends:
-                lanes = _LANE_BYTES // parameter.element_size()
-                tile = max(tile, lanes // math.gcd(lanes, parameter.shape[0]))
-    return tile
+def wanted_tile(model: PreTrainedModel, experts: RunExperts) -> int:
+    """The rows that a step of this model must be a multiple of; see `vector_ends`. Leaves the model with `ROWS`."""
+    set_row_tile(model, ROWS)
+    return fitting_tile(lambda: forward(model, [Part(SequenceCache(), [0] * ROWS, True)], experts))
 
 
 def check_model(model: PreTrainedModel, experts: RunExperts) -> None:
@@ -97,7 +86,7 @@ def check_model(model: PreTrainedModel, experts: RunExperts) -> None:
     matrices = {
         tuple(module.weight.shape): (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if type(module) is nn.Linear
     }
     for shape, (name, module) in matrices.items():
         tried = ROWS_TRIED if module.weight.numel() <= _LARGE else 64
@@ -110,8 +99,8 @@ def check_model(model: PreTrainedModel, experts: RunExperts) -> None:
         _run(model, experts, [(0, length)], 0, alone)
     with _recording(model) as together:
         _run(model, experts, pieces, _COMPANY, together)
-    for name, rows in alone.rows.items():
-        others = together.rows[name]
+    for (name, call), rows in alone.rows.items():
+        others = together.rows[name, call]
         # An output that has a row for each key, as in MLA, may have as many rows as a step by chance.
         if len(others) == len(pieces) * len(rows) and not torch.equal(torch.cat(rows), torch.cat(others)):
             raise ConfigError(
@@ -125,12 +114,15 @@ class _Recorder:
     """What each module gave for the rows of one sequence, call by call, as digests."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, list[Tensor]] = defaultdict(list)
+        self.rows: dict[tuple[str, int], list[Tensor]] = defaultdict(list)
         self.kinds: dict[str, str] = {}
-        self.part = slice(0, 0)
-        """Where the rows of the sequence are among those of the step."""
-        self.total = 0
-        """Rows of the step, with padding."""
+        self.part, self.total = slice(0, 0), 0
+        self.calls: Counter[str] = Counter()
+
+    def begin(self, part: slice, total: int) -> None:
+        """Before each forward: `part` is where the sequence's rows are among the `total` ones, with padding."""
+        self.part, self.total = part, total
+        self.calls.clear()
 
     def take(self, name: str, module: nn.Module, output: Any) -> None:
         """Keep the rows of an output that has one for each row of the step."""
@@ -139,7 +131,9 @@ class _Recorder:
             return
         rows = first[0] if first.dim() > 2 and first.shape[0] == 1 else first
         if len(rows) == self.total:
-            self.rows[name].append(_digests(rows[self.part]))
+            # Some modules are called several times in a forward.
+            self.calls[name] += 1
+            self.rows[name, self.calls[name]].append(_digests(rows[self.part]))
             self.kinds[name] = type(module).__name__
 
 
@@ -180,6 +174,6 @@ def _run(
     cache = SequenceCache()
     for start, end in pieces:
         parts = [Part(SequenceCache(), tokens[:company], True)] if company else []
-        recorder.part = slice(company, company + end - start)
-        recorder.total = tiled(company + end - start, row_tile(model))
+        rows = company + end - start
+        recorder.begin(slice(company, rows), tiled(rows, row_tile(model)))
         forward(model, [*parts, Part(cache, tokens[start:end], True)], experts)

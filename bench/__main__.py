@@ -12,6 +12,7 @@ from typing import Any
 
 BENCHMARKS = {
     "model": "write the benchmark checkpoint (random Qwen3-MoE, about 397 M parameters)",
+    "serve": "the real server under streaming HTTP clients, with every text checked",
     "dispatch": "step time through two expert groups against one process and plain transformers",
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 BENCHMARKS = {
     "model": "write the benchmark checkpoint (random Qwen3-MoE, about 397 M parameters)",
     "serve": "the real server under streaming HTTP clients, with every text checked",
+    "topk": "decode time and KL of the next-token distribution with fewer experts per token",
     "dispatch": "step time through two expert groups against one process and plain transformers",
 }
 

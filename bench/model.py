@@ -7,6 +7,7 @@ Training prevents that in real models. Here larger embeddings do, so that `dispa
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 CONFIG: dict[str, Any] = {
@@ -36,6 +39,8 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+HEAD_STD = 0.1
+"""Of `with_own_head`: logits of a standard deviation of about 3, as trained models have."""
 EMBEDDING_STD = 1.0
 """torch's default for embeddings; the other weights have 0.02."""
 
@@ -63,6 +68,32 @@ def ensure() -> Path:
         os.rename(made, target)
     except OSError:
         shutil.rmtree(made)  # another run was faster
+    return target
+
+
+def with_own_head(path: Path, target: Path) -> Path:
+    """The checkpoint in a new folder, with a random output head of its own if its head is its embeddings.
+
+    Large embeddings as a head make the benchmark model repeat its last token, whatever its experts compute: no
+    time changes by that, but texts and distributions would say nothing. Weights are linked, not copied.
+    """
+    target.mkdir()
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if not config.get("tie_word_embeddings"):
+        for file in path.iterdir():
+            if file.name == "config.json" or file.name.startswith("model"):
+                (target / file.name).symlink_to(file.resolve())
+        return target
+    (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
+    body, head = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    (target / body).symlink_to((path / "model.safetensors").resolve())
+    weight = torch.empty(config["vocab_size"], config["hidden_size"])
+    weight.normal_(std=HEAD_STD, generator=torch.Generator().manual_seed(0))
+    save_file({"lm_head.weight": weight}, target / head, metadata={"format": "pt"})
+    with safe_open(target / body, "pt") as opened:
+        names = dict.fromkeys(opened.keys(), body) | {"lm_head.weight": head}
+    index = {"metadata": {}, "weight_map": names}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return target
 
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from bench.growth import Growth
-from bench.model import ensure
+from bench.model import ensure, with_own_head
 from bench.router import THREADS
-from bench.server import ids_of, served, word_folder
+from bench.server import add_word_tokenizer, ids_of, served
+from bench.topk import top_k
 from bench.truth import Truth
 from bench.worker import Worker
 from raymoe.checkpoint.folder import Checkpoint
@@ -32,6 +33,9 @@ from raymoe.policy.threads import thread_environment
 CONCURRENCY = (1, 8, 32)
 SLEEP_S = 0.05
 """Added to each step in the negative control: about as much as a step of the benchmark checkpoint takes."""
+
+CONTROLS = 8
+"""Prompts that are answered with one expert per token, in another negative control."""
 
 Prompts = list[list[int]]
 Say = Callable[[str], None]
@@ -65,45 +69,51 @@ def run_on(path: Path, plan: Plan, say: Say) -> dict[str, Any]:
     Raises:
         RuntimeError: an answer is wrong, a request failed, or a control found the measurement blind.
     """
-    moe = describe(Checkpoint.open(path))
-    prompts = make_prompts(plan, moe.vocab_size)
-    runs = Runs(prompts, plan.tokens)
+    vocab_size = describe(Checkpoint.open(path)).vocab_size
+    runs = Runs(make_prompts(plan, vocab_size), plan.tokens)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        model = word_folder(path, folder / path.name, moe.vocab_size)
-        options = [
-            "--groups",
-            "2",
-            "--set",
-            f"router.kv_bytes={plan.kv_bytes}",
-            "--set",
-            f"router.threads={THREADS}",
-        ]
-        with (
-            served(folder, model, *options) as server,
-            Worker("bench.clients", server.url) as clients,
-            Worker("bench.engine", str(path), environment=thread_environment(THREADS)) as engine,
-        ):
-            for number in range(plan.rounds):
-                for concurrency in CONCURRENCY:
-                    # Who goes first changes, so that none always runs on the warmer machine.
-                    for worker in (clients, engine)[:: -1 if number % 2 else 1]:
-                        runs.measure(worker, concurrency)
-                    say(runs.line(concurrency))
-            slow_over_fast = control(engine, prompts[:4], plan.tokens)
-            growth = Growth(server.engine(), path, plan.kv_bytes)
-            growth.fill(clients)
-            say(growth.line())
-        left_over = server.left_over
-    verdicts = check(Truth(path), runs, plan.generated)
-    say("texts: " + ", ".join(f"{count} {name}" for name, count in verdicts["texts"].items()))
-    result = {**runs.result(), **verdicts, **growth.result(), "left_over": left_over}
-    result["control"]["slow_over_fast"] = slow_over_fast
+        model = with_own_head(path, folder / path.name)
+        add_word_tokenizer(model, vocab_size)
+        result = {**measure(folder, model, plan, runs, say), **check(Truth(model), runs, plan.generated)}
+    say("texts: " + ", ".join(f"{count} {name}" for name, count in result["texts"].items()))
     result |= {"plan": vars(plan), "threads": THREADS}
-    problems = find_problems(result)
-    if problems:
+    if problems := find_problems(result):
         raise RuntimeError("; ".join(problems))
     return result
+
+
+def measure(folder: Path, model: Path, plan: Plan, runs: Runs, say: Say) -> dict[str, Any]:
+    """Start everything, ask everything, stop everything. `folder` is for the server's log and state."""
+    options = (
+        "--groups",
+        "2",
+        "--set",
+        f"router.kv_bytes={plan.kv_bytes}",
+        "--set",
+        f"router.threads={THREADS}",
+    )
+    with (
+        Worker("bench.engine", str(model), environment=thread_environment(THREADS)) as engine,
+        served(folder, model, *options) as server,
+        Worker("bench.clients", server.url) as clients,
+    ):
+        for number in range(plan.rounds):
+            for concurrency in CONCURRENCY:
+                # Who goes first changes, so that none always runs on the warmer machine.
+                for worker in (clients, engine)[:: -1 if number % 2 else 1]:
+                    runs.measure(worker, concurrency)
+                say(runs.line(concurrency))
+        slow_over_fast = control(engine, runs.prompts[:4], plan.tokens)
+        growth = Growth(server.engine(), model, plan.kv_bytes)
+        growth.fill(clients)
+        say(growth.line())
+    return {
+        **runs.result(),
+        **growth.result(),
+        "slow_over_fast": slow_over_fast,
+        "left_over": server.left_over,
+    }
 
 
 def control(engine: Worker, prompts: Prompts, tokens: int) -> float:
@@ -223,6 +233,12 @@ def check(truth: Truth, runs: Runs, generated: int) -> dict[str, Any]:
     by_library = 0
     for number in range(0, len(runs.prompts), step):
         by_library += truth.generate(runs.prompts[number], runs.tokens) == singles[number]
+    with top_k(truth.model, 1):
+        others = [truth.generate(prompt, runs.tokens) for prompt in runs.prompts[:CONTROLS]]
+    fewer = sum(
+        truth.judge(prompt, other)["verdict"] == "wrong"
+        for prompt, other in zip(runs.prompts, others, strict=False)
+    )
     wrong = list(singles[0] or [])
     wrong[len(wrong) // 2] = (wrong[len(wrong) // 2] + 1) % 2
     return {
@@ -233,20 +249,23 @@ def check(truth: Truth, runs: Runs, generated: int) -> dict[str, Any]:
         "not_right": [
             {"prompt": key[0], **found} for key, found in judged.items() if found["verdict"] != "right"
         ],
-        "control": {"changed_token": truth.judge(runs.prompts[0], wrong)["verdict"]},
+        "changed_token": truth.judge(runs.prompts[0], wrong)["verdict"],
+        "fewer_experts": fewer,
     }
 
 
 def find_problems(result: dict[str, Any]) -> list[str]:
     """What makes the result worthless or bad."""
-    texts, control, problems = result["texts"], result["control"], []
+    texts, problems = result["texts"], []
     if texts["wrong"] or texts["missing"]:
         problems.append(
             f"texts: {texts}; {result['not_right'][:3]}; {[e[:2] for e in result['errors'].values()]}"
         )
-    if control["changed_token"] != "wrong":
-        problems.append(f"the check took a changed token for {control['changed_token']}")
-    if control["slow_over_fast"] <= 1:
+    if result["changed_token"] != "wrong":
+        problems.append(f"the check took a changed token for {result['changed_token']}")
+    if result["fewer_experts"] == 0:
+        problems.append("texts with one expert per token are right too: they don't depend on experts")
+    if result["slow_over_fast"] <= 1:
         problems.append("a step that sleeps was not slower")
     grown, limit, parts = (result[f"router_growth{end}"] for end in ("_bytes", "_limit_bytes", ""))
     if grown > limit:

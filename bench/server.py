@@ -22,18 +22,12 @@ START_S = 300.0
 STOP_S = 90.0
 
 
-def word_folder(path: Path, target: Path, vocab_size: int) -> Path:
-    """The checkpoint in a new folder, with a tokenizer of one word per id: a text tells its token ids."""
-    target.mkdir()
-    for file in path.iterdir():
-        if file.name == "config.json" or file.name.startswith("model"):
-            (target / file.name).symlink_to(file.resolve())
-    words = Tokenizer(
-        models.WordLevel(vocab={f"t{token}": token for token in range(vocab_size)}, unk_token="t0")
-    )
+def add_word_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer of one word per id: a text tells its token ids."""
+    vocab = {f"t{token}": token for token in range(vocab_size)}
+    words = Tokenizer(models.WordLevel(vocab=vocab, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(target)
-    return target
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 def ids_of(text: str) -> list[int]:

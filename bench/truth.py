@@ -29,11 +29,11 @@ class Truth:
     """The checkpoint as transformers loads it, with a hook on each gate that gives (logits, weights, ids)."""
 
     def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._model.generation_config.eos_token_id = None
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model.generation_config.eos_token_id = None
         self._margins: list[tuple[float, int, int]] = []
         self._swap: tuple[int, int] | None = None
-        gates = [module for name, module in self._model.named_modules() if name.endswith("mlp.gate")]
+        gates = [module for name, module in self.model.named_modules() if name.endswith("mlp.gate")]
         for layer, gate in enumerate(gates):
             gate.register_forward_hook(self._hook(layer))
 
@@ -42,7 +42,7 @@ class Truth:
         config = GenerationConfig(max_new_tokens=tokens, do_sample=False, pad_token_id=0)
         ids = torch.tensor([list(prompt)])
         with torch.inference_mode():
-            out = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         generated: list[int] = out[0, len(prompt) :].tolist()
         return generated
 
@@ -68,7 +68,7 @@ class Truth:
         self._margins, self._swap = [], swap
         ids = torch.tensor([[*prompt, *answer[:-1]]])
         with torch.inference_mode():
-            logits_AV = self._model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+            logits_AV = self.model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
         gaps_A = logits_AV.max(-1).values - logits_AV.gather(1, torch.tensor(answer)[:, None])[:, 0]
         position = int(gaps_A.argmax()) if gaps_A.max() <= TIE else int((gaps_A > TIE).nonzero()[0])
         return {"gap": float(gaps_A.max()), "position": position, "spread": float(logits_AV.std())}

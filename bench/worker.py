@@ -11,10 +11,14 @@ from typing import Any
 
 
 class Worker:
-    """`python -m MODULE ARGUMENTS...`, which prints `{}` when it is ready. Use as a context manager."""
+    """`python -m MODULE ARGUMENTS...`, which prints `{}` when it is ready. Use as a context manager.
+
+    It starts at once; the first job waits until it is ready.
+    """
 
     def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.module = module
+        self._ready = False
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -24,7 +28,6 @@ class Worker:
         )
 
     def __enter__(self) -> Worker:
-        self._answer()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -33,6 +36,9 @@ class Worker:
 
     def ask(self, **job: Any) -> dict[str, Any]:
         """Send a job and wait for its answer."""
+        if not self._ready:
+            self._answer()
+            self._ready = True
         if self.process.stdin is None:
             raise RuntimeError(f"{self.module} has no standard input")
         self.process.stdin.write(json.dumps(job) + "\n")

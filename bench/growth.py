@@ -1,8 +1,12 @@
-"""How much an engine process grows from its imports to a full KV cache."""
+"""How much an engine process grows from its imports to a full KV cache.
+
+`python -m bench.growth` is a process that has imported an engine's code and tells its own memory.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import importlib
+import json
 import sys
 import threading
 from pathlib import Path
@@ -34,17 +38,18 @@ def memory(pid: int | str) -> dict[str, int]:
 class Growth:
     """Memory of an engine process, less that of a process that has only imported its code."""
 
-    def __init__(self, engine: psutil.Process, path: Path, kv_bytes: int) -> None:
-        """`path` is the checkpoint's folder; its attention keeps keys and values in fp32."""
+    def __init__(self, engine: psutil.Process, imported: dict[str, int], path: Path, kv_bytes: int) -> None:
+        """
+        Args:
+            imported: memory of a process that has imported the engine's code, which is what this module's is.
+            path: the checkpoint's folder; its attention keeps keys and values in fp32.
+        """
         self._engine, self._kv_bytes = engine, kv_bytes
         checkpoint = Checkpoint.open(path)
         self._moe, config = describe(checkpoint), checkpoint.config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4
-        code = "import raymoe.engine.process, sys; sys.path.append('.'); from bench.growth import memory;"
-        code += " print(sum(memory('self').values()))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        self._imported = int(done.stdout)
+        self._imported = sum(imported.values())
         self._before = memory(engine.pid)
         self._most = self._before
 
@@ -93,3 +98,15 @@ class Growth:
                 "most": self._most,
             },
         }
+
+
+def main() -> None:
+    """Serve jobs, which have no fields, until the standard input ends."""
+    importlib.import_module("raymoe.engine.process")
+    print("{}", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(memory("self")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,7 @@ class Plan:
 
 
 FULL = Plan(64, 16, 128, 48, 3, 256 << 20, 8)
-QUICK = Plan(32, 8, 32, 6, 1, 48 << 20, 2)
+QUICK = Plan(32, 8, 32, 4, 1, 32 << 20, 2)
 
 
 def run(quick: bool, say: Say) -> dict[str, Any]:
@@ -95,6 +95,7 @@ def measure(folder: Path, model: Path, plan: Plan, runs: Runs, say: Say) -> dict
     )
     with (
         Worker("bench.engine", str(model), environment=thread_environment(THREADS)) as engine,
+        Worker("bench.growth") as imports,
         served(folder, model, *options) as server,
         Worker("bench.clients", server.url) as clients,
     ):
@@ -105,7 +106,7 @@ def measure(folder: Path, model: Path, plan: Plan, runs: Runs, say: Say) -> dict
                     runs.measure(worker, concurrency)
                 say(runs.line(concurrency))
         slow_over_fast = control(engine, runs.prompts[:4], plan.tokens)
-        growth = Growth(server.engine(), model, plan.kv_bytes)
+        growth = Growth(server.engine(), imports.ask(), model, plan.kv_bytes)
         growth.fill(clients)
         say(growth.line())
     return {

@@ -153,7 +153,7 @@ class Door:
         lane = self._lanes[name] = ObjectStoreGroupLane(str(fields.get("router", "router")), self._hello)
         self._admit(lane)
         # A caller that dies between its hello and its `watch` would never be missed.
-        asyncio.get_running_loop().call_later(WATCH_S, lambda: lane.watched or lane.leave())
+        asyncio.get_running_loop().call_later(WATCH_S, _leave_unwatched, lane)
         return welcome(self._group), name
 
     async def _end(self, lane: ObjectStoreGroupLane) -> None:
@@ -172,6 +172,11 @@ class Door:
         return lane.progress
 
     async def _close(self, lane: ObjectStoreGroupLane) -> None:
+        lane.leave()
+
+
+def _leave_unwatched(lane: ObjectStoreGroupLane) -> None:
+    if not lane.watched:
         lane.leave()
 
 

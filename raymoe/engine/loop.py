@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from raymoe.engine.messages import GenerateChunk, GenerateRequest
 from raymoe.engine.scheduler import Chunk, Limits, Scheduler
+from raymoe.engine.scoring import score_prompt, score_tokens
 from raymoe.engine.sequence import Sequence
 from raymoe.errors import (
     ContextLengthError,
@@ -109,9 +110,14 @@ class Engine:
         Raises:
             OverloadedError, ContextLengthError: as `Scheduler.add`.
             ContextLengthError, VocabularyError: the model can't take it.
-            RequestError: the prompt is empty, no token is asked for, or the id is in use.
+            RequestError: the prompt is empty, nothing is asked for, the id is in use, or the model can't score a
+                prompt of this length.
         """
-        if not request.prompt_ids or request.max_tokens <= len(request.generated_ids):
+        if request.max_tokens == 0 and request.prompt_logprobs is not None:
+            needed = 0
+        else:
+            needed = len(request.generated_ids) + 1
+        if not request.prompt_ids or request.max_tokens < needed:
             raise RequestError("a sequence needs at least one prompt token and one new token", "prompt")
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id} is in use", "request_id")
@@ -124,6 +130,13 @@ class Engine:
             raise ContextLengthError(
                 f"{sequence.prompt_length} prompt tokens and {request.max_tokens} new ones exceed the model's"
                 f" context of {self._max_context} tokens",
+                "prompt",
+            )
+        limits = self._scheduler.limits
+        if limits.stepwise and sequence.scores and sequence.prompt_length > limits.score_rows:
+            raise RequestError(
+                f"this model computes a prompt in one step; log probabilities are possible for prompts of at most"
+                f" {limits.score_rows} tokens, this one has {sequence.prompt_length}",
                 "prompt",
             )
         self._scheduler.add(sequence)
@@ -160,6 +173,10 @@ class Engine:
         if outcome.missing is not None:
             self._park([chunks[number].sequence for number in outcome.parked], outcome.missing)
         done = [chunk for number, chunk in enumerate(chunks) if number not in outcome.parked]
+        for number, logits_RV in outcome.scores.items():
+            scored = score_prompt(chunks[number].sequence, logits_RV)
+            if scored is not None:
+                events.append(Event(chunks[number].sequence.id, scored))
         events += self._postprocess(done, outcome.logits_SV)
         self._stats["steps"] += 1
         self._stats["computed_tokens"] += sum(chunk.rows for chunk in done)
@@ -204,7 +221,7 @@ class Engine:
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.sequence.cache.length
             tokens = sequence.tokens[start : start + chunk.rows]
-            parts.append(Part(sequence.cache, tokens, chunk.samples))
+            parts.append(Part(sequence.cache, tokens, chunk.samples, sequence.scored_rows(chunk.rows)))
         return forward_available(self._model, parts, self._experts.run)
 
     def _postprocess(self, chunks: list[Chunk], logits: Tensor) -> list[Event]:
@@ -214,20 +231,26 @@ class Engine:
         for chunk in chunks:
             chunk.sequence.go_on()
         tokens = sample(logits, [sequence.draw() for sequence in sampled])
-        for sequence, token in zip(sampled, tokens, strict=True):
-            if token is None:
-                events.append(self._end(sequence, EngineError("the model's logits are not finite")))
+        found = score_tokens(sampled, tokens, logits)
+        for row, (sequence, token) in enumerate(zip(sampled, tokens, strict=True)):
+            if token is None or sequence.unusable:
+                sequence.unusable = True
+                continue
+            if not sequence.request.max_tokens:
+                events.append(self._end(sequence, GenerateChunk((), "length")))
                 continue
             self._stats["generated_tokens"] += 1
             if token in sequence.request.stop_token_ids:
                 events.append(self._end(sequence, GenerateChunk((), "stop")))
                 continue
             sequence.tokens.append(token)
+            logprobs = found.get(row, ())
             if sequence.generated >= sequence.request.max_tokens:
-                events.append(self._end(sequence, GenerateChunk((token,), "length")))
+                events.append(self._end(sequence, GenerateChunk((token,), "length", logprobs)))
             else:
-                events.append(Event(sequence.id, GenerateChunk((token,))))
-        return events
+                events.append(Event(sequence.id, GenerateChunk((token,), None, logprobs)))
+        unusable = [chunk.sequence for chunk in chunks if chunk.sequence.unusable]
+        return events + [self._end(one, EngineError("the model's logits are not finite")) for one in unusable]
 
     def _end(self, sequence: Sequence, what: GenerateChunk | RaymoeError) -> Event:
         del self._sequences[sequence.id]

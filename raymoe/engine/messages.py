@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
 
@@ -37,6 +37,10 @@ class GenerateRequest:
     `stop_token_ids` end the sequence and are not returned. `deadline_s` counts from its arrival at the engine.
     `generated_ids` are tokens that another router has generated already: the sequence goes on behind them, they
     are not returned again, and `max_tokens` counts them.
+
+    `logprobs` asks for the log probability of each generated token and of so many of the likeliest ones;
+    `prompt_logprobs` for the same of the prompt's tokens, of which `prompt_scored` are known from another router.
+    Only then may `max_tokens` be 0.
     """
 
     request_id: str
@@ -46,17 +50,40 @@ class GenerateRequest:
     stop_token_ids: tuple[int, ...] = ()
     deadline_s: float = 600.0
     generated_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_scored: int = 0
+
+
+class TokenLogprob(NamedTuple):
+    """A token's log probability, its rank (1: none is likelier), and (id, log probability) of the likeliest.
+
+    `model/logprobs.py` says of which distribution. Minus infinity is possible.
+    """
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
 class GenerateChunk:
     """New tokens of one sequence. The last chunk has a `finish_reason`, and may hold no token.
 
-    A first chunk without either says that a router has the request.
+    A first chunk without anything says that a router has the request. `logprobs` has one entry for each token
+    if they were asked for. `prompt_logprobs` go on where those of the chunk before ended; the first is that of
+    the prompt's second token, and all come before the first generated token.
     """
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """It says nothing but that a router has the request."""
+        return not (self.token_ids or self.finish_reason or self.prompt_logprobs)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ from raymoe.policy.layout import GroupPlace, Layout
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+SCORE_BYTES = 128 << 20
+"""Of the logits that are kept for prompts' log probabilities in a step, as fp32."""
 IDLE_PROBE_S = 5.0
 """How often an idle engine tries its experts, so that readiness is known before a request finds out."""
 
@@ -202,6 +204,7 @@ class Process:
             kv_tokens=config.kv_bytes // size.per_token,
             fixed_tokens=-(-size.fixed // size.per_token),
             stepwise=not self._packs,
+            score_rows=max(SCORE_BYTES // (4 * self._model.config.get_text_config().vocab_size), 1),
         )
         least = limits.fixed_tokens + FIRST_CAPACITY
         if limits.kv_tokens < least:

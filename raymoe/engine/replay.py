@@ -48,7 +48,7 @@ async def replaying(
                 chunk = await anext(stream)
             while True:
                 run.got(chunk)
-                if chunk.token_ids or chunk.finish_reason:
+                if not chunk.empty:
                     yield chunk
                 chunk = await anext(stream)
         except StopAsyncIteration:
@@ -75,6 +75,7 @@ class _Run:
         self._ends = time.monotonic() + request.deadline_s
         self._alone_since = time.monotonic()
         self._tokens: list[int] = []
+        self._scored = request.prompt_scored
         self._attempts = 0
         self.replays = 0
 
@@ -88,6 +89,7 @@ class _Run:
             request_id=f"{self._request.request_id}~{self._attempts - 1}",
             deadline_s=self._ends - time.monotonic(),
             generated_ids=(*self._request.generated_ids, *self._tokens),
+            prompt_scored=self._scored,
         )
 
     def patience_s(self) -> float:
@@ -98,6 +100,7 @@ class _Run:
         """A router has it, and has sent this."""
         self._alone_since = time.monotonic()
         self._tokens.extend(chunk.token_ids)
+        self._scored += len(chunk.prompt_logprobs)
 
     def lost(self, error: RouterLostError) -> None:
         """Count a lost router."""

@@ -25,6 +25,7 @@ class Limits:
     `fixed_tokens`: what a sequence holds besides, however long it is, counted in tokens. `stepwise`: a
     prompt is computed in one step, whatever its budget, and every later token in a step of its own, also when it
     is computed again: for models that can't go on in the middle of a prompt, or choose otherwise then.
+    `score_rows`: prompt rows of a step whose logits may be kept, since each is as long as the vocabulary.
     """
 
     step_tokens: int
@@ -33,6 +34,7 @@ class Limits:
     kv_tokens: int
     fixed_tokens: int = 0
     stepwise: bool = False
+    score_rows: int = 1 << 20
 
 
 class Chunk(NamedTuple):
@@ -65,7 +67,9 @@ class Scheduler:
             OverloadedError: the queue is full.
             ContextLengthError: it could never run, however long it waits.
         """
-        needed = capacity_for(max(sequence.final_length - 1, 1)) + self.limits.fixed_tokens
+        # The last token is never computed, but the prompt always is.
+        tokens = max(sequence.final_length - 1, sequence.prompt_length)
+        needed = capacity_for(tokens) + self.limits.fixed_tokens
         if needed > self.limits.kv_tokens:
             raise ContextLengthError(
                 f"{sequence.prompt_length} prompt tokens and {sequence.request.max_tokens} new ones need room for"
@@ -123,7 +127,10 @@ class Scheduler:
         rows = min(budget, sequence.pending)
         if self.limits.stepwise:
             rows = sequence.prompt_length if sequence.cache.length == 0 else 1
-        if not self._grow(sequence, rows):
+        elif sequence.scores:
+            scored = sum(len(chunk.sequence.scored_rows(chunk.rows)) for chunk in chunks)
+            rows = min(rows, self.limits.score_rows - scored)
+        if rows <= 0 or not self._grow(sequence, rows):
             return 0
         chunks.append(Chunk(sequence, rows))
         return rows

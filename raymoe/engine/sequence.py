@@ -23,7 +23,9 @@ class Sequence:
         "parked",
         "prompt_length",
         "request",
+        "scored",
         "tokens",
+        "unusable",
         "waiting_since_s",
     )
 
@@ -34,6 +36,10 @@ class Sequence:
         self.arrived_s = arrived_s
         self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.prompt_length = len(request.prompt_ids)
+        self.scored = request.prompt_scored
+        """Prompt tokens behind the first whose log probabilities have gone out."""
+        self.unusable = False
+        """The model gave it logits that are no distribution."""
         self._adjustment = Adjustment.of(request.sampling, request.prompt_ids)
         self.cache = SequenceCache() if cache is None else cache
         self.parked = False
@@ -72,6 +78,18 @@ class Sequence:
     def generated(self) -> int:
         """Tokens sampled so far, here or by another router before."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def scores(self) -> bool:
+        """Log probabilities of its prompt are still to be computed."""
+        return self.request.prompt_logprobs is not None and self.scored < self.prompt_length - 1
+
+    def scored_rows(self, rows: int) -> range:
+        """Which of the next `rows` rows have logits that score a token of the prompt; they are contiguous."""
+        if not self.scores:
+            return range(0)
+        start = self.cache.length
+        return range(max(self.scored - start, 0), min(rows, self.prompt_length - 1 - start))
 
     def draw(self) -> Draw:
         """How its next token is chosen."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 
 from raymoe import errors
-from raymoe.engine.messages import GenerateChunk, GenerateRequest, SamplingParams
+from raymoe.engine.messages import GenerateChunk, GenerateRequest, SamplingParams, TokenLogprob
 from raymoe.errors import EngineError, RaymoeError
 
 LENGTH = struct.Struct("<I")
@@ -75,12 +75,15 @@ def request_to_wire(request: GenerateRequest) -> list[Any]:
         list(request.stop_token_ids),
         request.deadline_s,
         list(request.generated_ids),
+        request.logprobs,
+        request.prompt_logprobs,
+        request.prompt_scored,
     ]
 
 
 def request_from_wire(wire: list[Any]) -> GenerateRequest:
     """The inverse."""
-    request_id, prompt, max_tokens, sampling, stops, deadline_s, generated = wire
+    request_id, prompt, max_tokens, sampling, stops, deadline_s, generated, *scoring = wire
     return GenerateRequest(
         request_id,
         tuple(prompt),
@@ -89,6 +92,7 @@ def request_from_wire(wire: list[Any]) -> GenerateRequest:
         tuple(stops),
         deadline_s,
         tuple(generated),
+        *scoring,
     )
 
 
@@ -100,12 +104,19 @@ def event_to_wire(request_id: str, what: GenerateChunk | RaymoeError) -> list[An
     """A chunk or an error of one request."""
     if isinstance(what, RaymoeError):
         return [request_id, None, None, error_to_wire(what)]
-    return [request_id, list(what.token_ids), what.finish_reason, None]
+    wire: list[Any] = [request_id, list(what.token_ids), what.finish_reason, None]
+    if what.logprobs or what.prompt_logprobs:
+        wire += [what.logprobs, what.prompt_logprobs]
+    return wire
 
 
 def event_from_wire(wire: list[Any]) -> tuple[str, GenerateChunk | RaymoeError]:
     """The inverse."""
-    request_id, tokens, reason, error = wire
+    request_id, tokens, reason, error, *logprobs = wire
     if error is not None:
         return request_id, error_from_wire(error)
-    return request_id, GenerateChunk(tuple(tokens), reason)
+    return request_id, GenerateChunk(tuple(tokens), reason, *map(_logprobs_from_wire, logprobs))
+
+
+def _logprobs_from_wire(wire: list[Any]) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(logprob, rank, _tuples(top)) for logprob, rank, top in wire)

@@ -3,13 +3,13 @@
 What the packed cache can hold goes through one forward. Sequences whose model keeps something else have a cache
 of their own each, and a forward of their own.
 
-Shape letters: T rows of the step, S of them that are sampled from, V vocabulary.
+Shape letters: T rows of the step, S of them that are sampled from, R of one part that are scored, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,11 +27,15 @@ from raymoe.policy.tiles import KEYS, tiled
 
 
 class Part(NamedTuple):
-    """One sequence's share of a step: the tokens behind its cache, and whether the last one is sampled."""
+    """One sequence's share of a step: the tokens behind its cache, and whether the last one is sampled.
+
+    `scored` are rows of it whose logits are wanted besides.
+    """
 
     cache: SequenceCache | OwnCache
     token_ids: Sequence[int]
     samples: bool
+    scored: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,14 @@ class Outcome:
     """`logits_SV` of the parts that sample and are not `parked`, in their order.
 
     `parked` are the numbers of the parts that miss an expert, whose caches are as before; `missing` says which
-    expert, of the first of them.
+    expert, of the first of them. `scores` has the logits [R, V] of the scored rows by the number of their part,
+    of parts that are not parked.
     """
 
     logits_SV: Tensor
     parked: frozenset[int] = frozenset()
     missing: ExpertUnavailableError | None = None
+    scores: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def new_cache(model: PreTrainedModel) -> SequenceCache | OwnCache:
@@ -87,10 +93,13 @@ def forward_available(model: PreTrainedModel, parts: Sequence[Part], experts: Ru
 def _run(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | None, strict: bool) -> Outcome:
     if isinstance(parts[0].cache, SequenceCache):
         return _run_packed(model, parts, experts, strict)
-    logits, parked, missing = [], set(), None
+    logits, scores, parked, missing = [], {}, set(), None
     for number, part in enumerate(parts):
         try:
-            logits.append(_run_alone(model, part, experts))
+            own, scored = _run_alone(model, part, experts)
+            logits.append(own)
+            if part.scored:
+                scores[number] = scored
         except ExpertUnavailableError as error:
             if strict:
                 raise
@@ -98,7 +107,7 @@ def _run(model: PreTrainedModel, parts: Sequence[Part], experts: RunExperts | No
             missing = missing or error
     if missing is not None and len(parked) == len(parts):
         raise missing
-    return Outcome(torch.cat(logits), frozenset(parked), missing)
+    return Outcome(torch.cat(logits), frozenset(parked), missing, scores)
 
 
 def _run_packed(
@@ -117,8 +126,11 @@ def _run_packed(
     ends = torch.tensor(counts).cumsum(0).tolist()
     keep_S = [end - 1 for end, part in zip(ends, parts, strict=True) if part.samples]
     ids_T = [*chain.from_iterable(part.token_ids for part in parts), *[0] * padding]
+    # Behind the rows that are sampled from: those that are scored, part by part.
+    scored = {number: part.scored for number, part in enumerate(parts) if part.scored}
+    kept = keep_S + [ends[number] - counts[number] + row for number, own in scored.items() for row in own]
     # All rows of a step may be in the middle of a prompt; one row keeps every model's code path.
-    kept_S = keep_S + [0] * (tiled(max(len(keep_S), 1), tile) - len(keep_S))
+    kept += [0] * (tiled(max(len(kept), 1), tile) - len(kept))
     token = STEP.set(StepContext(rows, experts, cache))
     try:
         out = model(
@@ -126,7 +138,7 @@ def _run_packed(
             position_ids=torch.tensor([[*positions_T, *[0] * padding]]),
             cache=cache,
             use_cache=False,
-            logits_to_keep=torch.tensor(kept_S),
+            logits_to_keep=torch.tensor(kept),
         )
     finally:
         STEP.reset(token)
@@ -135,11 +147,16 @@ def _run_packed(
     if rows.lost:
         sampling = [number for number, part in enumerate(parts) if part.samples]
         logits_SV = logits_SV[[at for at, number in enumerate(sampling) if number not in rows.lost]]
-    return Outcome(logits_SV, frozenset(rows.lost), rows.missing)
+    scores, at = {}, len(keep_S)
+    for number, own in scored.items():
+        if number not in rows.lost:
+            scores[number] = out.logits[0, at : at + len(own)]
+        at += len(own)
+    return Outcome(logits_SV, frozenset(rows.lost), rows.missing, scores)
 
 
-def _run_alone(model: PreTrainedModel, part: Part, experts: RunExperts | None) -> Tensor:
-    """Logits [1 or 0, V] of one part. If it raises, its cache is as before."""
+def _run_alone(model: PreTrainedModel, part: Part, experts: RunExperts | None) -> tuple[Tensor, Tensor]:
+    """Logits [1 or 0, V] and [R, V] of one part. If it raises, its cache is as before."""
     cache, count = part.cache, len(part.token_ids)
     if not isinstance(cache, OwnCache):
         raise TypeError(f"{type(cache).__name__} among caches of models that can't be packed")
@@ -151,9 +168,10 @@ def _run_alone(model: PreTrainedModel, part: Part, experts: RunExperts | None) -
                 position_ids=torch.arange(cache.length, cache.length + count)[None],
                 cache=kept,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=count - part.scored.start if part.scored else 1,
             )
             cache.extend(out.cache, count)
     finally:
         STEP.reset(token)
-    return out.logits[0, -1:] if part.samples else out.logits[0, :0]
+    logits = out.logits[0]
+    return logits[-1:] if part.samples else logits[:0], logits[: len(part.scored)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raymoe.engine import replay
-from raymoe.engine.messages import GenerateChunk, GenerateRequest, SamplingParams
+from raymoe.engine.messages import GenerateChunk, GenerateRequest, SamplingParams, TokenLogprob
 from raymoe.engine.replay import MOST, replaying
 from raymoe.errors import (
     ExpertUnavailableError,
@@ -110,6 +110,23 @@ def test_no_token_is_lost_or_sent_twice_over_two_losses() -> None:
     assert len({r.request_id for r in routers.requests}) == 3
     assert routers.requests[0].deadline_s == 60 > routers.requests[1].deadline_s >= 0
     assert (routers.replays, routers.closed) == (2, 3)
+
+
+def test_log_probabilities_of_a_prompt_are_not_asked_for_twice() -> None:
+    scored = (TokenLogprob(-1.0, 1), TokenLogprob(-2.0, 2))
+
+    async def run() -> None:
+        routers = Routers(
+            [None, GenerateChunk((), prompt_logprobs=scored), LOST],
+            [None, GenerateChunk((), prompt_logprobs=scored[:1]), LOST],
+            [None, GenerateChunk((), "length")],
+        )
+        request = GenerateRequest("r", (1, 2, 3, 4), 0, prompt_logprobs=1)
+        chunks = replaying(routers.attempt, request, wait_s=9, on_replay=lambda: None)
+        assert [len(chunk.prompt_logprobs) async for chunk in chunks] == [2, 1, 0]
+        assert [request.prompt_scored for request in routers.requests] == [0, 2, 3]
+
+    asyncio.run(run())
 
 
 def test_tokens_given_at_the_start_stay_in_front() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raymoe import errors
-from raymoe.engine.messages import GenerateChunk, GenerateRequest, SamplingParams
+from raymoe.engine.messages import GenerateChunk, GenerateRequest, SamplingParams, TokenLogprob
 from raymoe.engine.wire import (
     MAX_FRAME,
     Unframer,
@@ -58,7 +58,16 @@ def test_a_foreign_error_class_is_an_engine_error() -> None:
 def test_requests_and_events_come_back_equal() -> None:
     request = GenerateRequest("r", (1, 2), 5, SamplingParams(0.5, 0.9, 3, 2**63), (258,), 3.5, (9, 8))
     assert request_from_wire(through(request_to_wire(request))) == request
-    for chunk in (GenerateChunk((1, 2)), GenerateChunk((), "stop"), GenerateChunk((7,), "length")):
+    request = GenerateRequest("r", (1, 2), 0, logprobs=0, prompt_logprobs=3, prompt_scored=1)
+    assert request_from_wire(through(request_to_wire(request))) == request
+    scored = (TokenLogprob(-0.5, 1, ((7, -0.5), (8, float("-inf")))), TokenLogprob(-1.5, 2))
+    for chunk in (
+        GenerateChunk((1, 2)),
+        GenerateChunk((), "stop"),
+        GenerateChunk((7,), "length"),
+        GenerateChunk((7, 8), None, scored),
+        GenerateChunk((), None, (), scored),
+    ):
         assert event_from_wire(through(event_to_wire("r", chunk))) == ("r", chunk)
 
 

@@ -7,6 +7,9 @@ from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
 
+ANONYMOUS = "anonymous"
+"""The one client that all requests belong to where there are no API keys."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -41,6 +44,8 @@ class GenerateRequest:
     `logprobs` asks for the log probability of each generated token and of so many of the likeliest ones;
     `prompt_logprobs` for the same of the prompt's tokens, of which `prompt_scored` are known from another router.
     Only then may `max_tokens` be 0.
+
+    `client` says whose request it is: the scheduler shares steps fairly among clients.
     """
 
     request_id: str
@@ -53,6 +58,7 @@ class GenerateRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_scored: int = 0
+    client: str = ANONYMOUS
 
 
 class TokenLogprob(NamedTuple):

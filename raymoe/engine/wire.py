@@ -78,12 +78,13 @@ def request_to_wire(request: GenerateRequest) -> list[Any]:
         request.logprobs,
         request.prompt_logprobs,
         request.prompt_scored,
+        request.client,
     ]
 
 
 def request_from_wire(wire: list[Any]) -> GenerateRequest:
     """The inverse."""
-    request_id, prompt, max_tokens, sampling, stops, deadline_s, generated, *scoring = wire
+    request_id, prompt, max_tokens, sampling, stops, deadline_s, generated, *others = wire
     return GenerateRequest(
         request_id,
         tuple(prompt),
@@ -92,7 +93,7 @@ def request_from_wire(wire: list[Any]) -> GenerateRequest:
         tuple(stops),
         deadline_s,
         tuple(generated),
-        *scoring,
+        *others,
     )
 
 

@@ -56,7 +56,9 @@ def test_a_foreign_error_class_is_an_engine_error() -> None:
 
 
 def test_requests_and_events_come_back_equal() -> None:
-    request = GenerateRequest("r", (1, 2), 5, SamplingParams(0.5, 0.9, 3, 2**63), (258,), 3.5, (9, 8))
+    request = GenerateRequest(
+        "r", (1, 2), 5, SamplingParams(0.5, 0.9, 3, 2**63), (258,), 3.5, (9, 8), client="a"
+    )
     assert request_from_wire(through(request_to_wire(request))) == request
     request = GenerateRequest("r", (1, 2), 0, logprobs=0, prompt_logprobs=3, prompt_scored=1)
     assert request_from_wire(through(request_to_wire(request))) == request

@@ -6,15 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
-from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from raymoe.actors.app import build_app, prepare
 from raymoe.config import Settings
 from raymoe.errors import ConfigError, MemoryLimitError
-from tests.server_process import ROOT
-
-LOCAL = ROOT / "deployments" / "local.yaml"
 
 
 def test_spec_says_what_all_parts_agree_on(tiny_folder: Callable[[str], Path]) -> None:
@@ -56,16 +51,3 @@ def test_models_that_can_not_be_deterministic_are_refused_before_anything_starts
 def test_serve_files_args_are_refused_by_name(args: dict[str, dict[str, int]], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         build_app(args)
-
-
-def test_local_yaml_has_no_key_that_serve_would_ignore() -> None:
-    config = yaml.safe_load(LOCAL.read_text())
-    ServeDeploySchema.model_validate(config)
-    assert set(config) <= set(ServeDeploySchema.model_fields)
-    assert set(config["http_options"]) <= set(HTTPOptionsSchema.model_fields)
-    for application in config["applications"]:
-        assert set(application) <= set(ServeApplicationSchema.model_fields)
-        for deployment in application.get("deployments", []):
-            assert set(deployment) <= set(DeploymentSchema.model_fields)
-        Settings.build(application["args"])
-    assert config["http_options"]["host"] == "127.0.0.1"

@@ -158,7 +158,9 @@ def router_options(settings: Settings) -> dict[str, Any]:
     router = settings.router
     return {
         "num_replicas": router.replicas,
-        "max_ongoing_requests": router.max_sequences + router.max_waiting + 100,
+        # The engine's queue takes twice `max_waiting` if one client alone fills it.
+        "max_ongoing_requests": router.max_sequences + 2 * router.max_waiting + 100,
+        "max_queued_requests": 2 * router.max_waiting + 100,
         "ray_actor_options": {
             "num_cpus": router.cpus,
             "runtime_env": {"env_vars": thread_environment(router.threads)},

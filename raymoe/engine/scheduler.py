@@ -1,21 +1,29 @@
 """What the next step computes. Pure bookkeeping: no tensors, no clock.
 
-All decodes of running sequences come first, then prefill chunks up to the token budget, oldest first. Memory is
+All decodes of running sequences come first, then chunks of prompts up to the token budget: of the client that has
+been served least (`policy/shares.py`), and of its sequences the oldest first. Memory is
 counted in the tokens for which cache buffers are made, in blocks of 64 and more. A running sequence that must grow
-beyond the limit preempts the youngest one, which gives its cache back and is computed again later (recomputation,
-as in vLLM; Kwon et al., SOSP 2023). Parked sequences keep their place and their cache, and get no rows.
+beyond the limit preempts the youngest one of the client that holds the most memory; that one gives its cache back
+and is computed again later (recomputation, as in vLLM; Kwon et al., SOSP 2023). Parked sequences keep their place
+and their cache, and get no rows.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from raymoe.engine.messages import ANONYMOUS
 from raymoe.engine.sequence import Sequence
 from raymoe.errors import ContextLengthError, OverloadedError
 from raymoe.model.cache import capacity_for
+from raymoe.policy.shares import Shares
+
+RESERVE = 8
+"""One part in so many of places and memory is left to clients that run nothing. Else one client's long answers
+could fill all of them, and a running sequence isn't stopped for fairness."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,13 @@ class Scheduler:
         self.preemptions = 0
         # With fewer rows than sequences in a step, the last ones would never get a turn.
         self._places = min(limits.max_sequences, limits.step_tokens)
+        self._shares = Shares()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence.
 
         Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, and its client has an equal part of it already.
             ContextLengthError: it could never run, however long it waits.
         """
         # The last token is never computed, but the prompt always is.
@@ -75,9 +84,10 @@ class Scheduler:
                 f"{sequence.prompt_length} prompt tokens and {sequence.request.max_tokens} new ones need room for"
                 f" {needed} tokens in the KV cache, which holds {self.limits.kv_tokens}"
             )
-        free = self._places - len(self.running)
-        if len(self.waiting) >= self.limits.max_waiting + max(free, 0):
+        client = sequence.request.client
+        if self._is_full(client):
             raise OverloadedError(f"{len(self.waiting)} requests are waiting; try again later")
+        self._shares.join(client, {one.request.client for one in self.all()})
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -100,28 +110,75 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty when there is nothing to do."""
-        chunks: list[Chunk] = []
-        budget = self.limits.step_tokens
-        able = [sequence for sequence in self.running if not sequence.parked]
-        for sequence in able:
-            if sequence.decoding and budget > 0 and sequence in self.running and self._grow(sequence, 1):
-                chunks.append(Chunk(sequence, 1))
-                budget -= 1
-        # A later sequence's growth may have preempted one that was already given rows.
-        chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
-        for sequence in able:
-            if not sequence.decoding and budget > 0 and sequence in self.running:
-                budget -= self._prefill(sequence, budget, chunks)
-        while budget > 0 and len(self.running) < self._places:
-            first = next((one for one in self.waiting if not one.parked), None)
-            if first is None or not self._fits(first, first.pending, self.limits.fixed_tokens):
-                break
-            self.waiting.remove(first)
-            self.running.append(first)
-            # Room for all known tokens at once: half a prompt in memory helps nobody.
-            first.cache.reserve(len(first.tokens))
-            budget -= self._prefill(first, budget, chunks)
+        chunks = self._decodes()
+        for chunk in chunks:
+            self._shares.charge(chunk.sequence.request.client, chunk.rows)
+        budget = self.limits.step_tokens - len(chunks)
+        turns, room = self._turns(), True
+        while budget > 0 and turns:
+            client = self._shares.least(turns)
+            sequence, runs = turns[client].popleft()
+            if not turns[client]:
+                del turns[client]
+            if not runs:
+                may = self._leaves_reserve(sequence)
+                # Without room nobody else is let in: the turn of the least served client isn't passed on.
+                room = room and (not may or self._admit(sequence))
+                if not (may and room):
+                    # Behind it are only others of this client that wait.
+                    turns.pop(client, None)
+                    continue
+            rows = self._prefill(sequence, budget, chunks)
+            self._shares.charge(client, rows)
+            budget -= rows
         return [chunk for chunk in chunks if chunk.sequence in self.running]
+
+    def _decodes(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        for sequence in [one for one in self.running if one.decoding and not one.parked]:
+            room = len(chunks) < self.limits.step_tokens
+            if room and sequence in self.running and self._grow(sequence, 1):
+                chunks.append(Chunk(sequence, 1))
+        # A later sequence's growth may have preempted one that was already given its row.
+        return [chunk for chunk in chunks if chunk.sequence in self.running]
+
+    def _turns(self) -> dict[str, deque[tuple[Sequence, bool]]]:
+        """Each client's sequences with a prompt to compute, oldest first, and whether they run already."""
+        turns: dict[str, deque[tuple[Sequence, bool]]] = defaultdict(deque)
+        for queue, runs in ((self.running, True), (self.waiting, False)):
+            for one in queue:
+                if not one.parked and not (runs and one.decoding):
+                    turns[one.request.client].append((one, runs))
+        return turns
+
+    def _is_full(self, client: str) -> bool:
+        free = max(self._places - len(self.running), 0)
+        if len(self.waiting) < self.limits.max_waiting + free:
+            return False
+        waiting = Counter(one.request.client for one in self.waiting)
+        part = self.limits.max_waiting // len({*waiting, client})
+        return waiting[client] >= part or len(self.waiting) >= 2 * self.limits.max_waiting + free
+
+    def _leaves_reserve(self, sequence: Sequence) -> bool:
+        """Its client runs nothing, or leaves enough to those that run nothing."""
+        client = sequence.request.client
+        # Without keys all requests belong to one client, and there are no others.
+        if client == ANONYMOUS or all(one.request.client != client for one in self.running):
+            return True
+        kept = self.limits.kv_tokens // RESERVE
+        fits = self._fits(sequence, sequence.pending, self.limits.fixed_tokens + kept)
+        return fits and len(self.running) < self._places - self._places // RESERVE
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Let a waiting sequence run, if there is room for it."""
+        fits = self._fits(sequence, sequence.pending, self.limits.fixed_tokens)
+        if not fits or len(self.running) >= self._places:
+            return False
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        # Room for all known tokens at once: half a prompt in memory helps nobody.
+        sequence.cache.reserve(len(sequence.tokens))
+        return True
 
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         rows = min(budget, sequence.pending)
@@ -140,14 +197,21 @@ class Scheduler:
         return more <= 0 or self.kv_tokens + more <= self.limits.kv_tokens
 
     def _grow(self, sequence: Sequence, rows: int) -> bool:
-        """Make room for `rows` more, at the cost of younger sequences, or give way to older ones."""
+        """Make room for `rows` more, at the cost of other sequences, or give way itself."""
         while not self._fits(sequence, rows):
-            youngest = self.running[-1]
-            self.running.pop()
-            youngest.cache.release()
-            self.waiting.appendleft(youngest)
+            victim = self._victim()
+            self.running.remove(victim)
+            victim.cache.release()
+            self.waiting.appendleft(victim)
             self.preemptions += 1
-            if youngest is sequence:
+            if victim is sequence:
                 return False
         sequence.cache.reserve(sequence.cache.length + rows)
         return True
+
+    def _victim(self) -> Sequence:
+        held: Counter[str] = Counter()
+        for one in self.running:
+            held[one.request.client] += one.cache.capacity + self.limits.fixed_tokens
+        most = max(held.values())
+        return next(one for one in reversed(self.running) if held[one.request.client] == most)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raymoe.engine.messages import GenerateRequest
+from raymoe.engine.messages import ANONYMOUS, GenerateRequest
 from raymoe.engine.scheduler import Chunk, Limits, Scheduler
 from raymoe.engine.sequence import Sequence
 from raymoe.errors import ContextLengthError, OverloadedError
@@ -18,8 +19,8 @@ def scheduler(step_tokens=64, max_sequences=8, max_waiting=100, kv_tokens=4096) 
     return Scheduler(Limits(step_tokens, max_sequences, max_waiting, kv_tokens))
 
 
-def sequence(name: object, prompt: int, tokens: int = 4) -> Sequence:
-    return Sequence(GenerateRequest(str(name), (1,) * prompt, tokens), 0.0)
+def sequence(name: object, prompt: int, tokens: int = 4, client: str = ANONYMOUS) -> Sequence:
+    return Sequence(GenerateRequest(str(name), (1,) * prompt, tokens, client=client), 0.0)
 
 
 def run(planner: Scheduler, chunks: list[Chunk]) -> list[Sequence]:
@@ -172,10 +173,124 @@ def test_what_a_sequence_holds_besides_counts() -> None:
         planner.add(sequence("c", 190))
 
 
+def steps_of_short_prompts(client: str, tokens: int, count: int) -> list[int]:
+    """Steps from arrival to end of `count` short prompts, one at a time, beside 100 long ones of client "heavy"."""
+    planner = scheduler(step_tokens=512, max_sequences=64, max_waiting=256, kv_tokens=100_000)
+    for name in range(100):
+        planner.add(sequence(name, 2000, tokens, "heavy"))
+    for _ in range(200 if tokens > 1 else 5):
+        run(planner, planner.schedule())
+    lasted = []
+    for name in range(count):
+        short = sequence(f"short {name}", 20, 4, client)
+        planner.add(short)
+        for step in range(1, 10_000):
+            if short in run(planner, planner.schedule()):
+                lasted.append(step)
+                break
+        # Until the next one comes.
+        for _ in range(7):
+            run(planner, planner.schedule())
+    assert len(lasted) == count
+    return lasted
+
+
+@pytest.mark.parametrize("tokens", [1, 1000])
+def test_a_hundred_long_prompts_of_one_client_do_not_hold_up_anothers_short_ones(tokens: int) -> None:
+    # Four tokens are four steps at best.
+    assert max(steps_of_short_prompts("light", tokens, 20)) <= 5
+    # The control: as requests of the same client they wait behind its others.
+    assert steps_of_short_prompts("heavy", tokens, 1)[0] > 100
+
+
+def test_clients_with_prompts_to_compute_take_turns_by_rows_and_each_keeps_its_order() -> None:
+    planner = scheduler(step_tokens=10)
+    for client in "ab":
+        for number in range(2):
+            planner.add(sequence(f"{client}{number}", 10 if client == "a" else 5, 1, client))
+    assert [plan(planner) for _ in range(4)] == [
+        [("a0", 10)],
+        [("b0", 5), ("b1", 5)],
+        [("a1", 10)],
+        [],
+    ]
+
+
+def test_who_comes_later_starts_level_with_those_present() -> None:
+    planner = scheduler(step_tokens=10)
+    planner.add(sequence("a0", 100, 1, "a"))
+    for _ in range(5):
+        plan(planner)
+    planner.add(sequence("b0", 100, 1, "b"))
+    # Both have had 50 rows as far as turns go: they alternate, instead of b catching up for 5 steps.
+    assert [name for _ in range(6) for name, _ in plan(planner)] == ["a0", "b0"] * 3
+
+
+def test_the_client_that_holds_most_memory_gives_way() -> None:
+    planner = scheduler(kv_tokens=64 * 5)
+    for number in range(3):
+        planner.add(sequence(f"a{number}", 20, 90, "a"))
+    run(planner, planner.schedule())
+    planner.add(sequence("b0", 20, 90, "b"))
+    run(planner, planner.schedule())
+    while not planner.preemptions:
+        run(planner, planner.schedule())
+    assert [one.id for one in planner.waiting] == ["a2"]
+    assert [one.id for one in planner.running] == ["a0", "a1", "b0"]
+
+
+def test_the_last_eighth_of_the_places_is_for_named_clients_that_run_nothing() -> None:
+    planner = scheduler(max_sequences=8)
+    for number in range(10):
+        planner.add(sequence(f"a{number}", 2, 50, "a"))
+    plan(planner)
+    assert len(planner.running) == 7
+    for client in "bb":
+        planner.add(sequence("b", 2, 50, client))
+    plan(planner)
+    assert [one.request.client for one in planner.running] == ["a"] * 7 + ["b"]
+    alone = scheduler(max_sequences=8)
+    for number in range(10):
+        alone.add(sequence(number, 2, 50))
+    plan(alone)
+    assert len(alone.running) == 8
+
+
+def test_memory_is_kept_for_others_but_a_client_alone_can_have_all_of_it() -> None:
+    planner = scheduler(step_tokens=2000, kv_tokens=64 * 16)
+    planner.add(sequence("a0", 64 * 13, 1, "a"))
+    planner.add(sequence("a1", 64 * 2, 1, "a"))
+    planner.add(sequence("b0", 64 * 2, 1, "b"))
+    assert plan(planner) == [("a0", 64 * 13), ("b0", 64 * 2)]
+    planner.add(sequence("a2", 64 * 16, 1, "a"))
+    assert plan(planner) == [("a1", 64 * 2)]
+    assert plan(planner) == [("a2", 64 * 16)]
+
+
+def test_a_queue_that_one_client_has_filled_takes_others_up_to_an_equal_part() -> None:
+    planner = scheduler(max_sequences=1, max_waiting=10)
+    for number in range(11):
+        planner.add(sequence(number, 5, 4, "a"))
+    with pytest.raises(OverloadedError):
+        planner.add(sequence("more", 5, 4, "a"))
+    for number in range(5):
+        planner.add(sequence(f"b{number}", 5, 4, "b"))
+    with pytest.raises(OverloadedError):
+        planner.add(sequence("more", 5, 4, "b"))
+    for client in range(100):
+        with contextlib.suppress(OverloadedError):
+            planner.add(sequence(client, 5, 4, f"c{client}"))
+    assert len(planner.waiting) == 21
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=20),
+    st.lists(
+        st.tuples(st.integers(1, 150), st.integers(1, 60), st.integers(0, 20), st.sampled_from("ab?")),
+        min_size=1,
+        max_size=20,
+    ),
     st.integers(1, 40),
-    st.integers(1, 6),
+    st.integers(1, 9),
     st.sampled_from([256, 320, 512, 2048]),
     st.sampled_from([0, 30]),
     st.booleans(),
@@ -187,12 +302,14 @@ def test_all_end_whatever_comes_when(
 ) -> None:
     chance = random.Random(seed).random
     planner = Scheduler(Limits(step_tokens, max_sequences, 100, kv_tokens + fixed, fixed, stepwise))
-    arrivals = sorted((when, n, prompt, tokens) for n, (prompt, tokens, when) in enumerate(requests))
+    arrivals = sorted(
+        (when, n, prompt, tokens, client) for n, (prompt, tokens, when, client) in enumerate(requests)
+    )
     ended: list[Sequence] = []
     for step in range(100_000):
         while arrivals and arrivals[0][0] <= step:
-            _, n, prompt, tokens = arrivals.pop(0)
-            planner.add(sequence(n, prompt, tokens))
+            _, n, prompt, tokens, client = arrivals.pop(0)
+            planner.add(sequence(n, prompt, tokens, client))
         for one in planner.all():
             one.parked = chance() < (0.7 if one.parked else 0.1)
         chunks = planner.schedule()

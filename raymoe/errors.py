@@ -8,7 +8,9 @@ RaymoeError
 ├── ClusterError               Ray itself: versions, ports, actors that do not start
 │   └── SupersededError        another deployment of the same application took over
 ├── RequestError               what a client sent (names the field)
-│   ├── ModelNotFoundError
+│   ├── NotFoundError          there is nothing of this name
+│   │   └── ModelNotFoundError
+│   ├── TooLargeError          more bytes than a request may have
 │   ├── ContextLengthError
 │   └── VocabularyError
 ├── OverloadedError            try again later
@@ -71,7 +73,15 @@ class RequestError(RaymoeError):
         self.param = param
 
 
-class ModelNotFoundError(RequestError):
+class NotFoundError(RequestError):
+    """The request names something that there is not."""
+
+
+class TooLargeError(RequestError):
+    """The request has more bytes than the server takes."""
+
+
+class ModelNotFoundError(NotFoundError):
     """The request names a model that is not served."""
 
 
@@ -174,6 +184,8 @@ STATUS: dict[type[RaymoeError], Status] = {
     MemoryLimitError: Status(500, "out_of_memory", "server_error", "RESOURCE_EXHAUSTED", public=False),
     ClusterError: Status(503, "cluster_unavailable", "server_error", "UNAVAILABLE", public=False),
     RequestError: Status(400, "invalid_request", "invalid_request_error", "INVALID_ARGUMENT"),
+    NotFoundError: Status(404, "not_found", "invalid_request_error", "NOT_FOUND"),
+    TooLargeError: Status(413, "request_too_large", "invalid_request_error", "RESOURCE_EXHAUSTED"),
     ModelNotFoundError: Status(404, "model_not_found", "invalid_request_error", "NOT_FOUND"),
     ContextLengthError: Status(400, "context_length_exceeded", "invalid_request_error", "INVALID_ARGUMENT"),
     VocabularyError: Status(400, "token_out_of_vocabulary", "invalid_request_error", "INVALID_ARGUMENT"),

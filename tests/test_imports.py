@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "raymoe"
 LAYERS = [
     "errors",
+    "v1",
     "config",
     "observe",
     "policy",

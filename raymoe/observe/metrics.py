@@ -50,6 +50,22 @@ class ApiMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._grpc_requests = Counter(
+            "raymoe_grpc_requests",
+            "Answered gRPC calls by method and status.",
+            ("method", "code"),
+            registry=self.registry,
+        )
+        self.grpc_in_flight = Gauge(
+            "raymoe_grpc_requests_in_flight", "gRPC calls being answered.", registry=self.registry
+        )
+        self._grpc_seconds = Histogram(
+            "raymoe_grpc_request_seconds",
+            "From a gRPC call's arrival at the ingress to the end of its answer.",
+            ("method",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self._first_token = Histogram(
             "raymoe_first_token_seconds",
             "From the validated request to its first token.",
@@ -77,6 +93,11 @@ class ApiMetrics:
         path = path if path in PATHS else "other"
         self._requests.labels(path, outcome).inc()
         self._seconds.labels(path).observe(seconds)
+
+    def grpc_answered(self, method: str, code: str, seconds: float) -> None:
+        """Count one gRPC call of a method that there is, by the name of its status."""
+        self._grpc_requests.labels(method, code).inc()
+        self._grpc_seconds.labels(method).observe(seconds)
 
     def asked_for(self, model: str | None) -> None:
         """Count one request by the model it names; None means the one that is served."""

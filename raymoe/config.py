@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from raymoe.errors import ConfigError
 
@@ -75,8 +76,43 @@ class ServerSettings(_Section):
     port: int = Field(default=8000, ge=1, le=65535)
     app: str = Field(default="raymoe", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     """Names the Serve application and every actor of it."""
+    keys_file: str | None = None
+    """API keys, a line each: label, SHA-256 digest, own limits. With neither this nor `keys` all are let in."""
+    keys: dict[str, str] = Field(default_factory=dict)
+    """More API keys: label to the rest of such a line."""
+    tls_cert: str | None = None
+    """PEM file of the certificate, and of those between it and its authority; makes HTTP HTTPS."""
+    tls_key: str | None = None
+    """PEM file of its private key."""
+    cors_origins: list[str] = Field(default_factory=list)
+    """Origins whose pages may use the server from a browser, or `*`; by default none."""
+    max_requests: int = Field(default=1000, ge=1)
+    """Requests that are being answered at once, waiting ones included; one more is refused with 429."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a request's body may take to arrive."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of each prompt; by default what the model's context leaves."""
+    normalise_text: bool = False
+    """Prompts in NFKC, without control characters and those that nobody sees."""
     request_timeout_s: float = Field(default=600.0, gt=0)
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"https?://[a-z0-9.\-\[\]:]+", origin):
+                raise ValueError(f"{origin!r} is no origin, such as https://chat.example.org, nor *")
+        return origins
+
+
+class ClientSettings(_Section):
+    """What each client may do; without API keys, all of them together. None: without limit."""
+
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    """Tokens of prompts and generated ones."""
+    concurrent_requests: int | None = Field(default=None, ge=1)
 
 
 class Settings(_Section):
@@ -86,6 +122,7 @@ class Settings(_Section):
     groups: GroupSettings = Field(default_factory=GroupSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     server: ServerSettings = Field(default_factory=ServerSettings)
+    clients: ClientSettings = Field(default_factory=ClientSettings)
 
     @classmethod
     def build(cls, values: Mapping[str, Any], where: str = "settings") -> Settings:

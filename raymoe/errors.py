@@ -10,10 +10,13 @@ RaymoeError
 ├── RequestError               what a client sent (names the field)
 │   ├── NotFoundError          there is nothing of this name
 │   │   └── ModelNotFoundError
+│   ├── AuthenticationError    it has no API key, or none that is valid
+│   ├── TooSlowError           its bytes did not come in time
 │   ├── TooLargeError          more bytes than a request may have
 │   ├── ContextLengthError
 │   └── VocabularyError
 ├── OverloadedError            try again later
+│   └── RateLimitError         this client has had what it may have for now
 ├── NotReadyError              still loading, or a part is missing
 │   └── RouterLostError        the router that had a request is gone; another one can go on with it
 ├── DeadlineError              a request ran out of its time
@@ -81,6 +84,14 @@ class TooLargeError(RequestError):
     """The request has more bytes than the server takes."""
 
 
+class AuthenticationError(RequestError):
+    """The request has no API key, or none that is valid."""
+
+
+class TooSlowError(RequestError):
+    """The request did not arrive whole in time."""
+
+
 class ModelNotFoundError(NotFoundError):
     """The request names a model that is not served."""
 
@@ -99,6 +110,10 @@ class OverloadedError(RaymoeError):
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(OverloadedError):
+    """One client has reached a limit of its own."""
 
 
 class NotReadyError(RaymoeError):
@@ -185,11 +200,14 @@ STATUS: dict[type[RaymoeError], Status] = {
     ClusterError: Status(503, "cluster_unavailable", "server_error", "UNAVAILABLE", public=False),
     RequestError: Status(400, "invalid_request", "invalid_request_error", "INVALID_ARGUMENT"),
     NotFoundError: Status(404, "not_found", "invalid_request_error", "NOT_FOUND"),
+    AuthenticationError: Status(401, "invalid_api_key", "invalid_request_error", "UNAUTHENTICATED"),
+    TooSlowError: Status(408, "request_timeout", "invalid_request_error", "DEADLINE_EXCEEDED"),
     TooLargeError: Status(413, "request_too_large", "invalid_request_error", "RESOURCE_EXHAUSTED"),
     ModelNotFoundError: Status(404, "model_not_found", "invalid_request_error", "NOT_FOUND"),
     ContextLengthError: Status(400, "context_length_exceeded", "invalid_request_error", "INVALID_ARGUMENT"),
     VocabularyError: Status(400, "token_out_of_vocabulary", "invalid_request_error", "INVALID_ARGUMENT"),
     OverloadedError: Status(429, "overloaded", "server_error", "RESOURCE_EXHAUSTED"),
+    RateLimitError: Status(429, "rate_limit_exceeded", "rate_limit_error", "RESOURCE_EXHAUSTED"),
     NotReadyError: Status(503, "not_ready", "server_error", "UNAVAILABLE"),
     DeadlineError: Status(504, "deadline_exceeded", "server_error", "DEADLINE_EXCEEDED"),
     ExpertUnavailableError: Status(503, "expert_unavailable", "server_error", "UNAVAILABLE"),

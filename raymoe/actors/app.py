@@ -40,7 +40,7 @@ def application(spec: Spec) -> Application:
     router_deployment: Any = Router
     ingress_deployment: Any = Ingress
     router = router_deployment.options(**router_options(spec.settings)).bind(spec)
-    bound: Application = ingress_deployment.options(**ingress_options()).bind(spec, router)
+    bound: Application = ingress_deployment.options(**ingress_options(spec.settings)).bind(spec, router)
     return bound
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from raymoe.actors.loopback import keep_replica_on_loopback
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from ray.serve.handle import DeploymentHandle
 
+    from raymoe.config import Settings
     from raymoe.engine.messages import GenerateChunk, GenerateRequest
 
+SPARE_REQUESTS = 1000
+"""For probes, and requests that are about to be refused."""
 READINESS_S = 2.0
 PAUSE_S = 0.1
 
@@ -107,16 +111,21 @@ class Ingress:
         backend = RouterBackend(routers, spec.settings.groups.replace_timeout_s, name)
         service = Service.from_checkpoint(spec.path, backend, spec.settings)
         backend.on_replay = service.metrics.replays.inc
-        self._app = create_app(service)
+        self._app = create_app(service, spec.settings.server.cors_origins)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
 
-def ingress_options() -> dict[str, Any]:
-    """Deployment options: requests are bounded by the routers' queues, not here."""
+def ingress_options(settings: Settings) -> dict[str, Any]:
+    """Deployment options. The ingress counts its requests itself and refuses in the envelope what is too much.
+
+    What comes faster than it refuses, Serve's proxy refuses.
+    """
     return {
-        "max_ongoing_requests": 10_000,
+        "max_ongoing_requests": settings.server.max_requests + SPARE_REQUESTS,
+        "max_queued_requests": SPARE_REQUESTS,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=1),
         "ray_actor_options": {"num_cpus": 0.1},
         "health_check_period_s": HEALTH_CHECK_S,
         "graceful_shutdown_wait_loop_s": 0.2,

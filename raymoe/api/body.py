@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from raymoe.errors import RequestError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from raymoe.api.streams import ClientGoneError
+from raymoe.errors import RequestError, TooLargeError, TooSlowError
+
+if TYPE_CHECKING:
+    from raymoe.api.service import Limits
 
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises:
+        HTTPException: it is said to be something else than JSON (415).
+        TooLargeError, TooSlowError: there is more of it than `limits` allow, or it does not come in time.
+        RequestError: as `parse_object`.
+    """
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    # Browsers send other types across origins without asking; a server on loopback must not obey those.
+    if kind != "application/json":
+        raise HTTPException(415, "the body must be sent with Content-Type: application/json")
+    too_large = TooLargeError(f"the body is larger than {limits.body_bytes} bytes (server.max_body_bytes)")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and len(length) < 20 and int(length) > limits.body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.body_bytes:
+                    raise too_large
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    except TimeoutError:
+        raise TooSlowError(f"the body did not arrive within {limits.body_timeout_s:g} s") from None
+    return parse_object(bytes(body))
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

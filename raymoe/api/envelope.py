@@ -13,10 +13,12 @@ from raymoe.errors import OverloadedError, status_of
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 1000
+_RETRY_AFTER_S = "1"
+"""Of what is missing nobody knows when it is back."""
 _HTTP_CODES = {
+    403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
-    413: "request_too_large",
     415: "unsupported_media_type",
 }
 
@@ -43,6 +45,10 @@ def error_response(error: Exception, request_id: str) -> JSONResponse:
         status = status_of(error).http
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
+    elif status == 503:
+        headers["retry-after"] = _RETRY_AFTER_S
+    elif status == 401:
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error, request_id), status, headers)
 
 

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from raymoe import __version__
 from raymoe.api.answers import ChatAnswer, CompletionAnswer
-from raymoe.api.body import parse_object
+from raymoe.api.body import read_object
+from raymoe.api.cors import Cors
 from raymoe.api.envelope import error_response
 from raymoe.api.generation import Generation
 from raymoe.api.middleware import RequestMiddleware
 from raymoe.api.requests import ChatRequest, CompletionRequest, SamplingBody
 from raymoe.api.service import Service
 from raymoe.api.sse import EventStream
-from raymoe.api.streams import ClientGoneError, while_connected
+from raymoe.api.streams import while_connected
 
 
-def create_app(service: Service) -> FastAPI:
-    """An application that serves nothing but raymoe's routes."""
+def create_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """An application that serves nothing but raymoe's routes; pages of `cors_origins` may use them."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    add_routes(app, lambda: service)
+    add_routes(app, lambda: service, cors_origins)
     return app
 
 
-def add_routes(app: FastAPI, service: Callable[[], Service]) -> None:
+def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Sequence[str] = ()) -> None:
     """Add all routes, the middleware and the error envelope. `service` is called for each request."""
 
     async def chat(request: Request) -> Response:
         here = service()
-        body = ChatRequest.parse(await _read_object(request, here.limits.body_bytes))
+        body = ChatRequest.parse(await read_object(request, here.limits))
         generation = await here.chat(body)
         return await _answer(request, body, generation, ChatAnswer(here.model_name, generation))
 
     async def complete(request: Request) -> Response:
         here = service()
-        body = CompletionRequest.parse(await _read_object(request, here.limits.body_bytes))
+        body = CompletionRequest.parse(await read_object(request, here.limits))
         generation = await here.complete(body)
         return await _answer(request, body, generation, CompletionAnswer(here.model_name, generation))
 
@@ -82,6 +81,9 @@ def add_routes(app: FastAPI, service: Callable[[], Service]) -> None:
     app.router.redirect_slashes = False
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(RequestMiddleware, service=service)
+    if cors_origins:
+        # Outside of the other one, so that browsers may read its refusals too.
+        app.add_middleware(Cors, origins=cors_origins)
 
 
 async def _answer(
@@ -98,26 +100,6 @@ async def _answer(
         raise
     chunks = answer.chunks(first, deltas, body.include_usage)
     return EventStream(chunks, deltas, request.scope["raymoe.request_id"])
-
-
-async def _read_object(request: Request, limit: int) -> dict[str, Any]:
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    # Browsers send other types across origins without asking; a server on loopback must not obey those.
-    if kind != "application/json":
-        raise HTTPException(415, "the body must be sent with Content-Type: application/json")
-    too_large = HTTPException(413, f"the body is larger than {limit} bytes (server.max_body_bytes)")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and len(length) < 20 and int(length) > limit:
-        raise too_large
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise too_large
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    return parse_object(bytes(body))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,15 +1,17 @@
-"""Around every HTTP request: its id, its metrics, and the envelope of whatever went wrong."""
+"""Around every HTTP request: its id, its client, its metrics, and the envelope of whatever went wrong."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from raymoe.api.callers import Caller
 from raymoe.api.envelope import error_response
 from raymoe.api.streams import ClientGoneError
 from raymoe.observe.metrics import Outcome
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from raymoe.api.service import Service
 
 MAX_ID_CHARS = 128
+OPEN_PATHS = ("/health", "/ready")
+"""Probes hold no key, and learn nothing but which part is missing. Everything else needs one if there are keys."""
 
 
 class RequestMiddleware:
@@ -32,13 +36,16 @@ class RequestMiddleware:
             return
         request_id = scope["raymoe.request_id"] = clean_id(Headers(scope=scope).get("x-request-id"))
         status: int | None = None
+        caller: Caller | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message.setdefault("headers", [])
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers.update(caller.headers() if caller is not None else {})
             await send(message)
 
         metrics, started = self._service().metrics, time.monotonic()
@@ -46,7 +53,10 @@ class RequestMiddleware:
         metrics.in_flight.inc()
         try:
             try:
-                await self._app(scope, receive, send_with_id)
+                if scope["path"] not in OPEN_PATHS:
+                    caller = self._service().admission.identify(_authorization(scope))
+                with self._working(scope, caller):
+                    await self._app(scope, receive, send_with_id)
             except Exception as error:
                 if isinstance(error, ClientGoneError):
                     return
@@ -58,6 +68,16 @@ class RequestMiddleware:
         finally:
             metrics.in_flight.dec()
             metrics.answered(_path_label(scope["path"]), outcome, time.monotonic() - started)
+
+    def _working(self, scope: Scope, caller: Caller | None) -> AbstractContextManager[None]:
+        if caller is None or scope["method"] != "POST":
+            return nullcontext()
+        return self._service().admission.enter(caller)
+
+
+def _authorization(scope: Scope) -> str | None:
+    # Of several none may win: together they are no key.
+    return ", ".join(Headers(scope=scope).getlist("authorization")) or None
 
 
 def clean_id(given: str | None) -> str:

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from raymoe.api.admission import Admission
 from raymoe.api.backend import Backend
+from raymoe.api.callers import CallersBackend
 from raymoe.api.generation import Choice, Generation
+from raymoe.api.hygiene import Hygiene
 from raymoe.api.requests import ChatRequest, CompletionRequest, Prompt, SamplingBody
 from raymoe.api.sampling import check_ids, end_ids, sampling_params
 from raymoe.api.tokens import TokenMaker, find_eos_ids
@@ -44,6 +47,8 @@ class Limits:
 
     choices: int = 128
     body_bytes: int = 8 << 20
+    body_timeout_s: float = 60.0
+    prompt_tokens: int | None = None
     request_timeout_s: float = 600.0
 
 
@@ -61,19 +66,24 @@ class Service:
         eos_ids: Sequence[int],
         kv_tokens: int | None = None,
         limits: Limits | None = None,
+        admission: Admission | None = None,
+        clean: bool = False,
     ) -> None:
         """
         Args:
             max_context: tokens of prompt and completion together.
             eos_ids: end a sequence, and are not part of its text.
             kv_tokens: tokens that fit the KV cache of one router, if that is known.
+            admission: whom the protocols let in; by default everybody.
+            clean: whether prompts are normalised.
         """
-        self._backend, self._tokens = backend, TokenMaker(tokenizer)
+        self.metrics, self.admission = ApiMetrics(model_name), admission or Admission()
+        hygiene = Hygiene(self.metrics.normalised.inc) if clean else None
+        self._backend, self._tokens = CallersBackend(backend), TokenMaker(tokenizer, hygiene)
         self.model_name, self._created = model_name, int(time.time())
         self._max_context, self._vocab_size, self._kv_tokens = max_context, vocab_size, kv_tokens
         self._eos_ids = tuple(sorted(set(eos_ids)))
         self.limits = limits or Limits()
-        self.metrics = ApiMetrics(model_name)
 
     @classmethod
     def from_checkpoint(
@@ -83,6 +93,7 @@ class Service:
 
         Raises:
             CheckpointError: the folder lacks a config, a usable tokenizer or a context length.
+            ConfigError: there is something wrong with the API keys.
         """
         try:
             config = AutoConfig.from_pretrained(path)
@@ -105,8 +116,12 @@ class Service:
             kv_tokens=kv_tokens,
             limits=Limits(
                 body_bytes=settings.server.max_body_bytes,
+                body_timeout_s=settings.server.body_timeout_s,
+                prompt_tokens=settings.server.max_prompt_tokens,
                 request_timeout_s=settings.server.request_timeout_s,
             ),
+            admission=Admission.of(settings),
+            clean=settings.server.normalise_text,
         )
 
     async def complete(self, request: CompletionRequest) -> Generation:
@@ -183,6 +198,12 @@ class Service:
         limit, what = self._max_context, "the model's context"
         if self._kv_tokens is not None and self._kv_tokens < limit:
             limit, what = self._kv_tokens, "the server's KV cache"
+        most = self.limits.prompt_tokens
+        if most is not None and prompt > most:
+            raise ContextLengthError(
+                f"the prompt has {prompt} tokens; at most {most} are accepted (server.max_prompt_tokens)",
+                field,
+            )
         room = limit - prompt
         if room < 1:
             raise ContextLengthError(

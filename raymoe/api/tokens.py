@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jinja2
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from raymoe.api.hygiene import Hygiene
 from raymoe.api.messages import Message
 from raymoe.api.text import Decoder
 from raymoe.errors import CheckpointError, RequestError
@@ -23,12 +24,13 @@ _LONG_TEXT = 20_000
 class TokenMaker:
     """Tokenizer and chat template of one model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, hygiene: Hygiene | None = None) -> None:
+        """`hygiene` normalises what clients send.
+
         Raises:
             CheckpointError: the tokenizer has no `tokenizers` backend, which incremental decoding needs.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._hygiene = tokenizer, hygiene
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise CheckpointError(f"tokenizer {type(tokenizer).__name__} has no tokenizer.json form")
@@ -47,6 +49,11 @@ class TokenMaker:
 
     async def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `special_tokens` adds what the tokenizer puts around a prompt, such as BOS."""
+        if self._hygiene is not None:
+            text = self._hygiene.clean(text)
+        return await self._tokenize(text, special_tokens)
+
+    async def _tokenize(self, text: str, special_tokens: bool) -> list[int]:
         if len(text) < _LONG_TEXT:
             return self._encode(text, special_tokens)
         return await asyncio.to_thread(self._encode, text, special_tokens)
@@ -60,8 +67,10 @@ class TokenMaker:
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         try:
+            turns = [message.to_template() for message in messages]
+            # Before rendering: the template's own text may hold anything, such as special tokens.
             text = self._tokenizer.apply_chat_template(
-                [message.to_template() for message in messages],
+                turns if self._hygiene is None else self._hygiene.clean(turns),
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -72,7 +81,7 @@ class TokenMaker:
             logger.warning("the chat template failed on a request", exc_info=error)
             raise RequestError("the model's chat template can't render these messages", "messages") from None
         # The template writes its own special tokens.
-        return await self.encode(text, special_tokens=False)
+        return await self._tokenize(text, special_tokens=False)
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
         # `encode` holds the interpreter's lock from start to end, `encode_batch` lets other threads run.

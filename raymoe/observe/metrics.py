@@ -84,6 +84,11 @@ class ApiMetrics:
         self.completion_tokens = Counter(
             "raymoe_completion_tokens", "Tokens generated for clients.", registry=self.registry
         )
+        self.normalised = Counter(
+            "raymoe_normalised_texts",
+            "Texts of prompts and messages that server.normalise_text changed.",
+            registry=self.registry,
+        )
         self.replays = Counter(
             "raymoe_replays", "Sequences that went on at another router.", registry=self.registry
         )

@@ -26,6 +26,7 @@ RaymoeError
 │   ├── LaneTimeoutError       the peer is silent
 │   └── HelloRefusedError      the two sides do not fit together
 ├── StaleLayoutError           a group does not hold what the router's layout says
+├── NoAnswerError              a client's: no server answers, or not as one of raymoe would
 └── EngineError                a defect of ours
 """
 
@@ -172,6 +173,10 @@ class HelloRefusedError(LaneError):
 
 class StaleLayoutError(LaneError):
     """The group does not hold the slot and generation that the router's layout names."""
+
+
+class NoAnswerError(RaymoeError):
+    """No server answers where a client asked, or what does is none of raymoe's, or the answer broke off."""
 
 
 class EngineError(RaymoeError):

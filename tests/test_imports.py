@@ -9,6 +9,8 @@ ROOT = Path(__file__).parent.parent / "raymoe"
 LAYERS = [
     "errors",
     "v1",
+    # So far left that it can import nothing heavy: programs that only ask a server need no more.
+    "client",
     "config",
     "observe",
     "policy",

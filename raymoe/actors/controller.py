@@ -96,6 +96,10 @@ class Controller:
                 self._hear(router_id, acked_epoch)
             return self._layout.to_wire() if self._layout else None
 
+    async def layout(self) -> dict[str, Any] | None:
+        """The present layout's wire form, None while there is none."""
+        return self._layout.to_wire() if self._layout else None
+
     async def status(self) -> dict[str, Any]:
         """What an operator wants to see: groups, routers, epoch, and every present problem."""
         now = time.monotonic()

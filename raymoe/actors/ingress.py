@@ -1,4 +1,4 @@
-"""The ingress: OpenAI's HTTP interface as a Serve deployment in front of the routers."""
+"""The ingress: OpenAI's HTTP interface, and gRPC, as a Serve deployment in front of the routers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.config import BackpressureConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
+from raymoe.actors.link import ANSWER_S, find_controller
 from raymoe.actors.loopback import keep_replica_on_loopback
 from raymoe.actors.router import HEALTH_CHECK_S
 from raymoe.actors.spec import Spec
+from raymoe.actors.watch import answer
+from raymoe.api.grpc_methods import GrpcMethods
 from raymoe.errors import EngineError, NotReadyError, OverloadedError, RaymoeError, RouterLostError
 from raymoe.observe.log import setup_logging
+from raymoe.policy.layout import Layout
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -95,15 +99,28 @@ def unwrap(error: Exception) -> RaymoeError:
     return EngineError(f"{type(cause).__name__}: {cause}")
 
 
+async def read_layout(app: str) -> Layout | None:
+    """The layout that the application's controller has published; None while there is none, or no controller."""
+    controller = await asyncio.to_thread(find_controller, app)
+    if controller is None:
+        return None
+    try:
+        wire = await asyncio.wait_for(answer(controller.layout.remote()), ANSWER_S)
+    except (RayError, TimeoutError):
+        return None
+    return Layout.from_wire(wire) if wire else None
+
+
 @serve.deployment
 @serve.ingress()
-class Ingress:
-    """Answers HTTP as soon as the tokenizer is read; requests are refused until a router is ready."""
+class Ingress(GrpcMethods):
+    """Answers as soon as the tokenizer is read; requests are refused until a router is ready."""
 
     def __init__(self, spec: Spec, routers: DeploymentHandle) -> None:
         setup_logging("ingress")
         keep_replica_on_loopback()
         # Here and not above: the driver and the controller need no transformers.
+        from raymoe.api.grpc_service import GrpcService
         from raymoe.api.http import create_app
         from raymoe.api.service import Service
 
@@ -112,6 +129,7 @@ class Ingress:
         service = Service.from_checkpoint(spec.path, backend, spec.settings)
         backend.on_replay = service.metrics.replays.inc
         self._app = create_app(service, spec.settings.server.cors_origins)
+        self.grpc = GrpcService(service, lambda: read_layout(spec.app))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

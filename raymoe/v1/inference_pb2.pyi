@@ -301,28 +301,6 @@ class Usage(_message.Message):
     total_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., total_tokens: _Optional[int] = ...) -> None: ...
 
-class TokenizeRequest(_message.Message):
-    __slots__ = ("model", "prompt", "messages", "add_special_tokens")
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    model: str
-    prompt: str
-    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
-
-class TokenizeResponse(_message.Message):
-    __slots__ = ("tokens", "count", "max_model_len")
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    count: int
-    max_model_len: int
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., count: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...
-
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -19,7 +19,6 @@ CHAT_NEUTRAL: Neutral = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -35,15 +34,11 @@ CHAT_NEUTRAL: Neutral = {
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 COMPLETION_NEUTRAL: Neutral = {
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
     "suffix": ("",),
 }
 

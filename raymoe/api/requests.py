@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
 from raymoe.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, parse_fields
+from raymoe.api.logprobs import MAX_TOP
 from raymoe.api.messages import Message
 
+MAX_CHOICES = 128
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -35,11 +37,11 @@ class SamplingBody(_Body):
     """What both endpoints share. The defaults are OpenAI's.
 
     Extensions, with vLLM's names and meanings: `top_k` (0: no limit), `min_p`, `repetition_penalty`,
-    `stop_token_ids`, `min_tokens` and `ignore_eos`. `model/adjust.py` says what the penalties do.
+    `stop_token_ids`, `min_tokens`, `ignore_eos` and `prompt_logprobs`. `model/adjust.py` says what the penalties
+    do, `model/logprobs.py` of which distribution log probabilities are.
     """
 
     model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
@@ -56,7 +58,9 @@ class SamplingBody(_Body):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(default=1, ge=1, le=128)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+    """Ask for the log probabilities of the prompt's tokens, and of so many of the likeliest beside each."""
     user: str | None = None
     """A label of the client's own; it changes nothing."""
 
@@ -95,6 +99,23 @@ class SamplingBody(_Body):
             raise ValueError("only accepted with stream: true")
         return value
 
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _needs_whole(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise ValueError("not accepted with stream: true")
+        return value
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """So many of the likeliest tokens beside each generated one; None: no log probabilities."""
+        raise NotImplementedError
+
+    @property
+    def candidates(self) -> int:
+        """Sequences for each prompt, of which `n` are for the client."""
+        return self.n
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
@@ -124,6 +145,37 @@ class CompletionRequest(SamplingBody):
     """POST /v1/completions. `prompt` is kept as a list of texts or token id lists."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    echo: bool = False
+    """The prompt stands in front of the text, and its tokens are among `logprobs`."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _something(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and not info.data.get("echo"):
+            raise ValueError("0 is only accepted with echo: true")
+        return value
+
+    @field_validator("best_of")
+    @classmethod
+    def _enough(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value < info.data.get("n", 1):
+            raise ValueError(f"must be at least n, which is {info.data['n']}")
+        if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
+            raise ValueError("not accepted with stream: true: the best is known at the end")
+        return value
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As `logprobs`."""
+        return self.logprobs
+
+    @property
+    def candidates(self) -> int:
+        """`best_of`, or `n`."""
+        return self.best_of or self.n
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> CompletionRequest:
@@ -135,7 +187,22 @@ class ChatRequest(SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int, info: ValidationInfo) -> int:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("only accepted with logprobs: true")
+        return value
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As `top_logprobs`."""
+        return self.top_logprobs if self.logprobs else None
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ChatRequest:

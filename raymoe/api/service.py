@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from raymoe.api.admission import Admission
 from raymoe.api.backend import Backend
 from raymoe.api.callers import CallersBackend
-from raymoe.api.generation import Choice, Generation
+from raymoe.api.generation import Choice, Generation, Wants
 from raymoe.api.hygiene import Hygiene
+from raymoe.api.reader import Echo
 from raymoe.api.requests import ChatRequest, CompletionRequest, Prompt, SamplingBody
 from raymoe.api.sampling import check_ids, end_ids, sampling_params
 from raymoe.api.tokens import TokenMaker, find_eos_ids
@@ -132,12 +133,16 @@ class Service:
         """
         self.check_model(request.model)
         self._check_choices(request, len(request.prompt))
-        prompts, budgets = [], []
+        prompts = []
         for prompt in request.prompt:
             ids = await self._prompt_ids(prompt)
-            budgets.append(self._budget(len(ids), request.max_tokens, _COMPLETION_TOKENS, "prompt"))
-            prompts.append(ids)
-        return self._generation(request, prompts, budgets, continues=True)
+            budget = self._budget(len(ids), request.max_tokens, _COMPLETION_TOKENS, "prompt")
+            echo = Echo(prompt if isinstance(prompt, str) else None) if request.echo else None
+            prompts.append(_Prompt(ids, budget, continues=True, echo=echo))
+        scores = request.prompt_logprobs
+        if request.echo and request.logprobs is not None:
+            scores = max(request.logprobs, scores or 0)
+        return self._generation(request, prompts, scores)
 
     async def chat(self, request: ChatRequest) -> Generation:
         """Accept a chat request; raises as `complete` does."""
@@ -147,7 +152,7 @@ class Service:
         if not ids:
             raise RequestError("the messages render to an empty prompt", "messages")
         budget = self._budget(len(ids), request.token_limit, None, "messages")
-        return self._generation(request, [ids], [budget], continues=False)
+        return self._generation(request, [_Prompt(ids, budget)], request.prompt_logprobs)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None means the one that is."""
@@ -187,11 +192,13 @@ class Service:
         return prompt
 
     def _check_choices(self, request: SamplingBody, prompts: int) -> None:
-        if prompts * request.n > self.limits.choices:
+        count = request.candidates
+        if prompts * count > self.limits.choices:
+            field = "best_of" if count > request.n else "n"
             raise RequestError(
-                f"{prompts} prompts with n {request.n} are {prompts * request.n} choices;"
+                f"{prompts} prompts with {field} {count} are {prompts * count} choices;"
                 f" at most {self.limits.choices} are accepted",
-                "n" if request.n > 1 else "prompt",
+                field if count > 1 else "prompt",
             )
 
     def _budget(self, prompt: int, wanted: int | None, default: int | None, field: str) -> int:
@@ -205,7 +212,7 @@ class Service:
                 field,
             )
         room = limit - prompt
-        if room < 1:
+        if room < (0 if wanted == 0 else 1):
             raise ContextLengthError(
                 f"the prompt has {prompt} tokens, which leaves no room in {what} of {limit} tokens", field
             )
@@ -219,22 +226,46 @@ class Service:
         return wanted
 
     def _generation(
-        self, request: SamplingBody, prompts: list[list[int]], budgets: list[int], *, continues: bool
+        self, request: SamplingBody, prompts: list[_Prompt], prompt_logprobs: int | None
     ) -> Generation:
         choices: list[Choice] = []
+        count, logprobs, best = request.candidates, request.wanted_logprobs, None
+        if count > request.n:
+            best, logprobs = (count, request.n), logprobs or 0
         # Internal ids are our own: two clients may well send the same X-Request-Id.
         request_id = uuid.uuid4().hex
-        for ids, budget in zip(prompts, budgets, strict=True):
-            for sampling in sampling_params(request, self._vocab_size, self._eos_ids, budget, request.n):
+        for prompt in prompts:
+            for sampling in sampling_params(request, self._vocab_size, self._eos_ids, prompt.budget, count):
                 sequence = GenerateRequest(
                     request_id=f"{request_id}-{len(choices)}",
-                    prompt_ids=tuple(ids),
-                    max_tokens=budget,
+                    prompt_ids=tuple(prompt.ids),
+                    max_tokens=prompt.budget,
                     sampling=sampling,
                     stop_token_ids=end_ids(request, self._eos_ids),
                     deadline_s=self.limits.request_timeout_s,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
                 )
-                choices.append(Choice(sequence, tuple(ids[-_CONTEXT_IDS:]) if continues else ()))
+                context_ids = tuple(prompt.ids[-_CONTEXT_IDS:]) if prompt.continues else ()
+                choices.append(Choice(sequence, context_ids, prompt.echo))
         return Generation(
-            self._backend, self._tokens.decoder, choices, request.stop, sum(map(len, prompts)), self.metrics
+            self._backend,
+            self._tokens.decoder,
+            self._tokens.speller,
+            choices,
+            request.stop,
+            sum(len(prompt.ids) for prompt in prompts),
+            self.metrics,
+            wants=Wants(request.wanted_logprobs, request.prompt_logprobs),
+            best=best,
         )
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """One prompt of a request, how many tokens may follow, and what its text has to do with it."""
+
+    ids: list[int]
+    budget: int
+    continues: bool = False
+    echo: Echo | None = None

@@ -33,14 +33,15 @@ class TextDecoder:
         if self._released.endswith(_INCOMPLETE):
             self._window, self._released = [], ""
         self._settled = len(self._window)
+        self.inside = False
+        """The last token ends within a character."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, perhaps none."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        if text.endswith(_INCOMPLETE):
-            return ""
-        return self._release(text)
+        self.inside = text.endswith(_INCOMPLETE)
+        return "" if self.inside else self._release(text)
 
     def finish(self) -> str:
         """What is still held back, with U+FFFD for bytes that never became a character."""

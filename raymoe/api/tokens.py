@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from raymoe.api.hygiene import Hygiene
 from raymoe.api.messages import Message
+from raymoe.api.spelling import Speller
 from raymoe.api.text import Decoder
 from raymoe.errors import CheckpointError, RequestError
 
@@ -38,6 +39,7 @@ class TokenMaker:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.speller = Speller(backend)
         self._template = self._find_template()
         if self._template is None:
             logger.warning("this model has no chat template: /v1/chat/completions is refused")

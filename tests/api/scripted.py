@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from raymoe.api.http import create_app
 from raymoe.api.service import Service
-from raymoe.engine.messages import GenerateChunk, GenerateRequest
+from raymoe.engine.messages import GenerateChunk, GenerateRequest, TokenLogprob
 
 BOS, EOS = 256, 257
 VOCAB = 260
@@ -50,6 +50,12 @@ def byte_tokenizer(*, bos: bool = False, template: str | None = TEMPLATE) -> Pre
     return tokenizer
 
 
+def score(token: int, top: int) -> TokenLogprob:
+    """What the scripted backend says of a token: the likeliest are the ones behind it, it is one of the last."""
+    likeliest = tuple(((token + n) % VOCAB, -0.125 * n) for n in range(1, top + 1))
+    return TokenLogprob(-1.0 - token / 1024, top + 1, likeliest)
+
+
 class ScriptedBackend:
     """Emits the bytes of `says(request)` one a chunk, cut at max_tokens; the last token is EOS unless cut."""
 
@@ -79,6 +85,11 @@ class ScriptedBackend:
         try:
             said = self._says(request) if callable(self._says) else self._says
             tokens, sent, turn = list(said[: request.max_tokens]), 0, 0
+            if request.prompt_logprobs is not None:
+                yield GenerateChunk(())
+                scores = [score(token, request.prompt_logprobs) for token in request.prompt_ids[1:]]
+                for start in range(request.prompt_scored, len(scores), 3):
+                    yield GenerateChunk((), prompt_logprobs=tuple(scores[start : start + 3]))
             while sent < len(tokens):
                 if self._fail_at is not None and sent >= self._fail_at:
                     raise self._error or RuntimeError("secret detail")
@@ -87,7 +98,11 @@ class ScriptedBackend:
                     await asyncio.sleep(3600)
                 await asyncio.sleep(0)
                 size = self._sizes[turn % len(self._sizes)]
-                yield GenerateChunk(tuple(tokens[sent : sent + size]))
+                new = tuple(tokens[sent : sent + size])
+                asked = request.logprobs
+                yield GenerateChunk(
+                    new, None, tuple(score(t, asked) for t in new) if asked is not None else ()
+                )
                 sent, turn = sent + size, turn + 1
             finished = True
             if self._ends:

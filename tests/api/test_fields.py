@@ -61,7 +61,7 @@ def test_neutral_values_pass_and_all_others_are_refused_by_name(
 
 
 def test_numbers_and_booleans_are_not_taken_for_each_other() -> None:
-    for field, value in (("frequency_penalty", False), ("best_of", True), ("echo", 0), ("logprobs", 0)):
+    for field, value in (("frequency_penalty", False), ("best_of", True), ("echo", 0), ("logprobs", True)):
         with pytest.raises(RequestError) as caught:
             CompletionRequest.parse({**COMPLETION, field: value})
         assert caught.value.param == field
@@ -86,6 +86,15 @@ def test_an_unknown_field_is_refused(model: Any) -> None:
         ("top_k", -1),
         ("top_k", 1.5),
         ("max_tokens", 0),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("logprobs", "1"),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("echo", 1),
+        ("best_of", 0),
+        ("best_of", 129),
         ("max_tokens", -1),
         ("max_tokens", "5"),
         ("max_tokens", 1e9),
@@ -195,6 +204,40 @@ def test_sampling_fields_arrive_at_both_endpoints(model: Any, body: Any) -> None
     assert {name: getattr(request, name) for name in fields if name != "logit_bias"} == {
         name: value for name, value in fields.items() if name != "logit_bias"
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "fields", "param", "why"),
+    [
+        (CompletionRequest, COMPLETION, {"max_tokens": 0}, "max_tokens", "with echo"),
+        (CompletionRequest, COMPLETION, {"n": 3, "best_of": 2}, "best_of", "at least n, which is 3"),
+        (CompletionRequest, COMPLETION, {"stream": True, "best_of": 2}, "best_of", "stream"),
+        (CompletionRequest, COMPLETION, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs", "stream"),
+        (ChatRequest, CHAT, {"stream": True, "prompt_logprobs": 0}, "prompt_logprobs", "stream"),
+        (ChatRequest, CHAT, {"top_logprobs": 1}, "top_logprobs", "logprobs: true"),
+        (ChatRequest, CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
+        (ChatRequest, CHAT, {"logprobs": 1}, "logprobs", "bool"),
+        (ChatRequest, CHAT, {"max_tokens": 0}, "max_tokens", "1"),
+    ],
+)
+def test_fields_that_need_others_say_which(model: Any, body: Any, fields: Any, param: str, why: str) -> None:
+    with pytest.raises(RequestError, match=why) as caught:
+        model.parse({**body, **fields})
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "fields"),
+    [
+        (CompletionRequest, COMPLETION, {"max_tokens": 0, "echo": True}),
+        (CompletionRequest, COMPLETION, {"stream": True, "n": 2, "best_of": 2}),
+        (ChatRequest, CHAT, {"top_logprobs": 0}),
+        (ChatRequest, CHAT, {"top_logprobs": 20, "logprobs": True, "stream": True}),
+    ],
+)
+def test_fields_that_fit_together_pass(model: Any, body: Any, fields: Any) -> None:
+    request = model.parse({**body, **fields})
+    assert {name: getattr(request, name) for name in fields} == fields
 
 
 def test_the_newer_token_limit_wins() -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from raymoe import __version__
+from raymoe.api.keys_command import keys
 from raymoe.config import Settings
 from raymoe.errors import ConfigError, RaymoeError
 
@@ -20,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(keys, name="keys")
 
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Sets = Annotated[
@@ -110,6 +113,8 @@ def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
     from raymoe.actors.ports import check_free, free_port
 
     if demo:
+        if settings.server.guarded:
+            raise ConfigError("raymoe demo asks without a key: leave out server.keys_file and server.keys")
         port = free_port(settings.server.host)
         settings = settings.model_copy(
             update={"server": settings.server.model_copy(update={"port": port, "app": f"demo-{os.getpid()}"})}
@@ -130,7 +135,7 @@ def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
             if demo:
                 demonstration.show(record, typer.echo)
             else:
-                _say(demonstration.curl_line(record))
+                _say(demonstration.curl_line(record, keys=settings.server.guarded))
                 wait_for_signal()
     except StopServer:
         _say("stopped")

@@ -97,6 +97,11 @@ class ServerSettings(_Section):
     """Prompts in NFKC, without control characters and those that nobody sees."""
     request_timeout_s: float = Field(default=600.0, gt=0)
 
+    @property
+    def guarded(self) -> bool:
+        """Whether requests need an API key."""
+        return self.keys_file is not None or bool(self.keys)
+
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, origins: list[str]) -> list[str]:

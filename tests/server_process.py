@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -37,14 +38,23 @@ def raymoe(runtime: Path, *args: str, **more: str) -> subprocess.CompletedProces
 class Server:
     """A running server. `log` holds what it printed."""
 
-    def __init__(self, runtime: Path, command: list[str], port: int) -> None:
-        self.runtime, self.port = runtime, port
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(
+        self,
+        runtime: Path,
+        command: list[str],
+        port: int,
+        *,
+        cwd: Path | None = None,
+        scheme: str = "http",
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
+        self.runtime, self.port, self._verify = runtime, port, verify
+        self.url = f"{scheme}://127.0.0.1:{port}"
         self.log = runtime / f"{port}.log"
         with self.log.open("w") as log:
             # A session of its own, so that a signal to its group is what Ctrl-C in a terminal is.
             self.process = subprocess.Popen(
-                command, env=environment(runtime), stdout=log, stderr=log, start_new_session=True
+                command, env=environment(runtime), stdout=log, stderr=log, start_new_session=True, cwd=cwd
             )
 
     @classmethod
@@ -60,7 +70,7 @@ class Server:
             assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
             try:
-                if httpx.get(f"{self.url}/ready", timeout=10).status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=10, verify=self._verify).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass

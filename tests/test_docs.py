@@ -84,6 +84,7 @@ def test_the_serve_file_holds_settings() -> None:
 
 def test_the_readmes_commands_are_those_of_the_command_line() -> None:
     commands = [c.name or c.callback.__name__ for c in app.registered_commands if c.callback]
+    commands += [group.name for group in app.registered_groups if group.name]
     assert sorted(name.split()[1] for name in first_column(page("README.md"))) == sorted(commands)
 
 

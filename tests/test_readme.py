@@ -173,6 +173,7 @@ HANDLERS: dict[str, Callable[[Reader, Step], None]] = {
     "scripts/test": Reader.exists,
     "curl": Reader.shell,
     "source .venv/bin/activate": Reader.readable,
+    "raymoe keys": Reader.shell,
     "raymoe serve": Reader.serve_own,
     "raymoe status": Reader.shell,
     "raymoe down": Reader.shell,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raymoe.actors.spec import Spec
+from raymoe.actors.tls import check_tls
 from raymoe.config import Settings
 from raymoe.errors import ConfigError
 
@@ -14,6 +16,13 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 Progress = Callable[[str, int, int], None]
+
+_OF_SERVE = {
+    "host": "http_options.host",
+    "port": "http_options.port",
+    "tls_cert": "http_options.ssl_certfile",
+    "tls_key": "http_options.ssl_keyfile",
+}
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
@@ -23,11 +32,9 @@ def build_app(args: Mapping[str, Any]) -> Application:
         ConfigError: an unknown key, or one that belongs elsewhere in a Serve file.
         CheckpointError, MemoryLimitError: as `prepare`.
     """
-    for key in ("host", "port"):
+    for key, place in _OF_SERVE.items():
         if key in (args.get("server") or {}):
-            raise ConfigError(
-                f"server.{key} can't be set in a Serve file's args: set http_options.{key} there"
-            )
+            raise ConfigError(f"server.{key} can't be set in a Serve file's args: set {place} there")
     return application(prepare(Settings.build(args, "args of the Serve file")))
 
 
@@ -54,11 +61,13 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
     Raises:
         CheckpointError: the folder is missing or broken; NotMoeError if it is no Mixture-of-Experts model.
         MemoryLimitError: it will not fit.
-        ConfigError: more expert groups than experts, or a model that can't be deterministic.
+        ConfigError: more expert groups than experts, a model that can't be deterministic, or something is wrong
+            with the files of API keys or of TLS.
     """
     import psutil
     import torch
 
+    from raymoe.api.keys import KeyRing
     from raymoe.checkpoint.folder import Checkpoint
     from raymoe.checkpoint.memory import check_memory, needed_bytes
     from raymoe.checkpoint.moe import describe
@@ -66,6 +75,9 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
     from raymoe.model.invariant_check import check_can_be_invariant
     from raymoe.policy.layout import even_slices
 
+    settings = _with_absolute_paths(settings)
+    check_tls(settings.server)
+    KeyRing.of(settings)
     if settings.model.path is None:
         from raymoe.checkpoint.embedded import embedded_model
 
@@ -103,3 +115,12 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
         expert_bytes=sum(t.nbytes for t in checkpoint.tensors.values()) - model.router_file_bytes,
         settings=settings,
     )
+
+
+def _with_absolute_paths(settings: Settings) -> Settings:
+    """Ray's processes have other working directories than whoever wrote the settings."""
+    server = settings.server
+    files = {name: getattr(server, name) for name in ("keys_file", "tls_cert", "tls_key")}
+    # Links stay: secrets of Kubernetes change by them.
+    absolute = {name: os.path.abspath(file) for name, file in files.items() if file is not None}
+    return settings.model_copy(update={"server": server.model_copy(update=absolute)})

@@ -17,6 +17,7 @@ from raymoe.actors.expert_group import living_groups, remove_group
 from raymoe.actors.link import find_controller
 from raymoe.actors.ports import check_answers
 from raymoe.actors.spec import NAMESPACE
+from raymoe.config import ServerSettings
 from raymoe.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -97,24 +98,39 @@ def check_unused(app: str, address: str) -> None:
         )
 
 
-def deploy(application: Application, app: str, host: str, port: int) -> None:
+def deploy(application: Application, server: ServerSettings) -> None:
     """Start Serve where it doesn't run yet, and the application on it; returns once it is running.
 
     Raises:
         ClusterError: names what failed to start.
     """
     try:
-        serve.start(http_options={"host": host, "port": port})
-        _check_listening(host, port)
-        serve.run(application, name=app, route_prefix="/", logging_config={"enable_access_log": False})
+        serve.start(http_options=_http_options(server))
+        _check_listening(server)
+        serve.run(application, name=server.app, route_prefix="/", logging_config={"enable_access_log": False})
     except (RuntimeError, RayError, ValueError) as error:
-        raise ClusterError(f"the application {app} did not start: {_reason(app) or error}") from error
+        reason = _reason(server.app) or error
+        raise ClusterError(f"the application {server.app} did not start: {reason}") from error
 
 
-def _check_listening(host: str, port: int) -> None:
-    """A Serve that ran before listens where it was told then; the port given now would be ignored."""
+def _http_options(server: ServerSettings) -> dict[str, Any]:
+    return {
+        "host": server.host,
+        "port": server.port,
+        "ssl_certfile": server.tls_cert,
+        "ssl_keyfile": server.tls_key,
+    }
+
+
+def _check_listening(server: ServerSettings) -> None:
+    """A Serve that ran before listens as it was told then; what is given now would be ignored."""
     listening = _get_global_client().http_config
-    if (listening.host, listening.port) != (host, port):
+    if (listening.ssl_certfile, listening.ssl_keyfile) != (server.tls_cert, server.tls_key):
+        raise ClusterError(
+            f"Serve runs in this Ray already, with {listening.ssl_certfile or 'no certificate'}:"
+            " set server.tls_cert and server.tls_key as they are there, or end it with `serve shutdown`"
+        )
+    if (listening.host, listening.port) != (server.host, server.port):
         raise ClusterError(
             f"Serve listens on {listening.host}:{listening.port} in this Ray already:"
             f" use --host {listening.host} --port {listening.port}, or end it with `serve shutdown`"

@@ -11,6 +11,7 @@ import httpx
 from raymoe.actors import state
 from raymoe.actors.link import controller_status
 from raymoe.actors.server import url
+from raymoe.actors.tls import trust
 from raymoe.actors.watch import PING_S
 from raymoe.errors import ClusterError
 
@@ -25,7 +26,7 @@ def show(record: state.ServerRecord, write: Callable[[str], None]) -> None:
         ClusterError: the server answered with an error.
     """
     write(f"> {QUESTION}")
-    write(ask(url(record), record.model, QUESTION))
+    write(ask(url(record), record.model, QUESTION, record.tls_cert))
     # The controller's numbers are as old as its last ping.
     time.sleep(2 * PING_S)
     status = controller_status(record.app)
@@ -33,7 +34,7 @@ def show(record: state.ServerRecord, write: Callable[[str], None]) -> None:
         write(f"{group['name']} (process {group['pid']}) computed {group['stats']['pairs']} pairs")
 
 
-def ask(base: str, model: str, question: str) -> str:
+def ask(base: str, model: str, question: str, tls_cert: str | None = None) -> str:
     """A greedy streamed chat completion, put together."""
     body = {
         "model": model,
@@ -43,7 +44,8 @@ def ask(base: str, model: str, question: str) -> str:
         "stream": True,
     }
     text = []
-    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body, timeout=120) as response:
+    where, verify = f"{base}/v1/chat/completions", trust(tls_cert)
+    with httpx.stream("POST", where, json=body, timeout=120, verify=verify) as response:
         if response.status_code != 200:
             raise ClusterError(f"the server answered {response.status_code}: {response.read().decode()}")
         for line in response.iter_lines():
@@ -57,14 +59,17 @@ def ask(base: str, model: str, question: str) -> str:
     return "".join(text)
 
 
-def curl_line(record: state.ServerRecord) -> str:
-    """A request to paste into another terminal."""
+def curl_line(record: state.ServerRecord, keys: bool = False) -> str:
+    """A request to paste into another terminal, with a place for a key if one is needed."""
     body = {
         "model": record.model,
         "messages": [{"role": "user", "content": QUESTION}],
         "max_tokens": ANSWER_TOKENS,
         "temperature": 0,
     }
+    trusted = f"--cacert {record.tls_cert} " if record.tls_cert else ""
+    key = "-H 'Authorization: Bearer KEY' " if keys else ""
     return (
-        f"curl {url(record)}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+        f"curl {trusted}{url(record)}/v1/chat/completions {key}-H 'Content-Type: application/json'"
+        f" -d '{json.dumps(body)}'"
     )

@@ -23,7 +23,7 @@ def check_free(settings: Settings, private: bool) -> None:
     other = state.read(server.app)
     if other is not None and other.alive:
         raise ClusterError(
-            f"{server.app} is running already (process {other.pid}, http://{other.host}:{other.port}):"
+            f"{server.app} is running already (process {other.pid}, {other.scheme}://{other.host}:{other.port}):"
             " stop it with `raymoe down`, or set server.app to another name"
         )
     if not private:

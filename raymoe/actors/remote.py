@@ -35,7 +35,7 @@ def status(app: str, address: str | None) -> dict[str, Any]:
     if here is not None:
         found |= {
             "running": True,
-            "url": f"http://{here.host}:{here.port}",
+            "url": f"{here.scheme}://{here.host}:{here.port}",
             "pid": here.pid,
             "model": here.model,
             "up_s": round(time.time() - here.started),

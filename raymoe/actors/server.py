@@ -16,6 +16,7 @@ from raymoe.actors import cluster, state
 from raymoe.actors.app import application
 from raymoe.actors.link import controller_status
 from raymoe.actors.spec import Spec
+from raymoe.actors.tls import trust
 from raymoe.config import Settings
 from raymoe.errors import ClusterError
 from raymoe.observe.progress import ByteProgress
@@ -58,13 +59,14 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
             port=server.port,
             model=spec.model_name,
             logs=ray.logs,
+            tls_cert=server.tls_cert,
             token=token,
         )
         record.write()
         try:
             say(f"loading {spec.model_name} into a router and {spec.settings.groups.count} expert groups")
             with _loading(spec):
-                cluster.deploy(application(spec), server.app, server.host, server.port)
+                cluster.deploy(application(spec), server)
             _wait_ready(record)
             yield record
         finally:
@@ -100,7 +102,7 @@ def _wait_ready(record: state.ServerRecord) -> None:
     reason = "no answer"
     while time.monotonic() < deadline:
         try:
-            response = httpx.get(url(record) + "/ready", timeout=10)
+            response = httpx.get(url(record) + "/ready", timeout=10, verify=trust(record.tls_cert))
             if response.status_code == 200:
                 return
             reason = response.text
@@ -113,7 +115,7 @@ def _wait_ready(record: state.ServerRecord) -> None:
 def url(record: state.ServerRecord) -> str:
     """Where clients on this machine reach the server."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(record.host, record.host)
-    return f"http://{host}:{record.port}"
+    return f"{record.scheme}://{host}:{record.port}"
 
 
 @contextlib.contextmanager

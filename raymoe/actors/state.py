@@ -36,8 +36,14 @@ class ServerRecord:
     port: int
     model: str
     logs: str
+    tls_cert: str | None = None
     token: str = field(default="", repr=False)
     started: float = field(default_factory=time.time)
+
+    @property
+    def scheme(self) -> str:
+        """Of its address."""
+        return "https" if self.tls_cert else "http"
 
     @property
     def alive(self) -> bool:

@@ -65,7 +65,7 @@ class KeyRing:
     def of(cls, settings: Settings) -> KeyRing | None:
         """The keys that the settings name; None if they name none, so that everybody is let in."""
         server = settings.server
-        if server.keys_file is None and not server.keys:
+        if not server.guarded:
             return None
         return cls(server.keys_file, server.keys, settings.clients)
 

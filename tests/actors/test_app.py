@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from raymoe.actors.app import build_app, prepare
+from raymoe.api.keys import new_key
 from raymoe.config import Settings
 from raymoe.errors import ConfigError, MemoryLimitError
 
@@ -41,11 +42,37 @@ def test_models_that_can_not_be_deterministic_are_refused_before_anything_starts
 
 
 @pytest.mark.parametrize(
+    ("server", "text"),
+    [
+        ({"tls_cert": "absent"}, "belong together"),
+        ({"keys_file": "absent"}, r"/absent can't be read"),
+        ({"keys": {"alice": "secret"}}, "server.keys alice: behind the label"),
+    ],
+)
+def test_files_of_keys_and_tls_are_looked_at_before_the_model(server: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        prepare(Settings.build({"server": server, "model": {"path": "not/looked/at"}}))
+
+
+def test_paths_become_absolute_and_links_stay_links(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys.1"
+    file.touch(0o600)
+    file.write_text(new_key("alice")[1])
+    (tmp_path / "keys").symlink_to(file)
+    monkeypatch.chdir(tmp_path)
+    values = {"server": {"keys_file": "keys"}, "model": {"path": str(tiny_folder("olmoe"))}}
+    assert prepare(Settings.build(values)).settings.server.keys_file == str(tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
     ("args", "text"),
     [
         ({"grops": {}}, "unknown setting grops"),
         ({"groups": {"cuont": 2}}, "accepted here: count"),
         ({"server": {"port": 80}}, "http_options.port"),
+        ({"server": {"tls_key": "x"}}, "http_options.ssl_keyfile"),
     ],
 )
 def test_serve_files_args_are_refused_by_name(args: dict[str, dict[str, int]], text: str) -> None:

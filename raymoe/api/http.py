@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from raymoe import __version__
 from raymoe.api.answers import ChatAnswer, CompletionAnswer
@@ -15,10 +15,12 @@ from raymoe.api.cors import Cors
 from raymoe.api.envelope import error_response
 from raymoe.api.generation import Generation
 from raymoe.api.middleware import RequestMiddleware
+from raymoe.api.openapi import describe, page
 from raymoe.api.requests import ChatRequest, CompletionRequest, SamplingBody
 from raymoe.api.service import Service
 from raymoe.api.sse import EventStream
 from raymoe.api.streams import while_connected
+from raymoe.api.tokenizing import DetokenizeRequest, TokenizeRequest
 
 
 def create_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
@@ -42,6 +44,22 @@ def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Seque
         body = CompletionRequest.parse(await read_object(request, here.limits))
         generation = await here.complete(body)
         return await _answer(request, body, generation, CompletionAnswer(here.model_name, generation))
+
+    async def tokenize(request: Request) -> Response:
+        here = service()
+        body = TokenizeRequest.parse(await read_object(request, here.limits))
+        return JSONResponse(await here.tokenize(body))
+
+    async def detokenize(request: Request) -> Response:
+        here = service()
+        body = DetokenizeRequest.parse(await read_object(request, here.limits))
+        return JSONResponse(await here.detokenize(body))
+
+    async def description() -> Response:
+        return JSONResponse(describe())
+
+    async def docs() -> Response:
+        return HTMLResponse(page(describe()))
 
     async def models() -> Response:
         await service().check_ready()
@@ -71,6 +89,10 @@ def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Seque
         ("/v1/completions", complete, "POST"),
         ("/v1/models", models, "GET"),
         ("/v1/models/{model_id:path}", model, "GET"),
+        ("/tokenize", tokenize, "POST"),
+        ("/detokenize", detokenize, "POST"),
+        ("/openapi.json", description, "GET"),
+        ("/docs", docs, "GET"),
         ("/health", health, "GET"),
         ("/ready", ready, "GET"),
         ("/metrics", metrics, "GET"),

@@ -44,6 +44,13 @@ class ToolCall(_Part):
         }
 
 
+class TextPart(_Part):
+    """What a list as content consists of."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(_Part):
     """One turn. Lists of text parts are joined without a separator."""
 
@@ -64,7 +71,7 @@ class Message(_Part):
             if item is not None and not (key in _NEUTRAL_EMPTY and item == [])
         }
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart] | None)
     @classmethod
     def _join_parts(cls, value: Any) -> str:
         if isinstance(value, str):

@@ -37,8 +37,8 @@ class SamplingBody(_Body):
     """What both endpoints share. The defaults are OpenAI's.
 
     Extensions, with vLLM's names and meanings: `top_k` (0: no limit), `min_p`, `repetition_penalty`,
-    `stop_token_ids`, `min_tokens`, `ignore_eos` and `prompt_logprobs`. `model/adjust.py` says what the penalties
-    do, `model/logprobs.py` of which distribution log probabilities are.
+    `stop_token_ids`, `min_tokens`, `ignore_eos` and `prompt_logprobs`; and transformers' `typical_p`.
+    `model/adjust.py` says what the penalties do, `model/logprobs.py` of which distribution log probabilities are.
     """
 
     model: str | None = None
@@ -46,6 +46,7 @@ class SamplingBody(_Body):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
+    typical_p: float = Field(default=1.0, gt=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -64,7 +65,7 @@ class SamplingBody(_Body):
     user: str | None = None
     """A label of the client's own; it changes nothing."""
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _stops(cls, value: Any) -> list[str]:
         stops = [value] if isinstance(value, str) else value
@@ -144,7 +145,10 @@ def _are_ids(value: list[Any]) -> bool:
 class CompletionRequest(SamplingBody):
     """POST /v1/completions. `prompt` is kept as a list of texts or token id lists."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    prompt: Annotated[
+        list[Prompt],
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     echo: bool = False
     """The prompt stands in front of the text, and its tokens are among `logprobs`."""
     max_tokens: int | None = Field(default=None, ge=0)
@@ -189,8 +193,19 @@ class ChatRequest(SamplingBody):
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+    """Labels of the client's own, as are the next two fields; they change nothing."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+
+    @field_validator("metadata")
+    @classmethod
+    def _labels(cls, value: dict[str, str]) -> dict[str, str]:
+        if any(len(key) > 64 or len(label) > 512 for key, label in value.items()):
+            raise ValueError("a key has at most 64 characters, and a value at most 512")
+        return value
 
     @field_validator("top_logprobs")
     @classmethod

@@ -48,6 +48,7 @@ def sampling_params(
             top_k=min(request.top_k, vocab_size),
             seed=_seed(request.seed, copy),
             min_p=request.min_p,
+            typical_p=request.typical_p,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=request.repetition_penalty,

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -20,6 +21,7 @@ from raymoe.api.hygiene import Hygiene
 from raymoe.api.reader import Echo
 from raymoe.api.requests import ChatRequest, CompletionRequest, Prompt, SamplingBody
 from raymoe.api.sampling import check_ids, end_ids, sampling_params
+from raymoe.api.tokenizing import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from raymoe.api.tokens import TokenMaker, find_eos_ids
 from raymoe.config import Settings
 from raymoe.engine.messages import GenerateRequest
@@ -153,6 +155,16 @@ class Service:
             raise RequestError("the messages render to an empty prompt", "messages")
         budget = self._budget(len(ids), request.token_limit, None, "messages")
         return self._generation(request, [_Prompt(ids, budget)], request.prompt_logprobs)
+
+    async def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
+        """Token ids, as /tokenize answers; raises as `chat` does."""
+        self.check_model(request.model)
+        return await tokenize(self._tokens, request, self._max_context)
+
+    async def detokenize(self, request: DetokenizeRequest) -> dict[str, Any]:
+        """Their text, as /detokenize answers; raises ModelNotFoundError and VocabularyError."""
+        self.check_model(request.model)
+        return await detokenize(self._tokens, request, self._vocab_size)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served; None means the one that is."""

@@ -60,8 +60,16 @@ class TokenMaker:
             return self._encode(text, special_tokens)
         return await asyncio.to_thread(self._encode, text, special_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Render the chat template with an opened assistant turn, and tokenize that.
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the ids, special ones too."""
+        return await asyncio.to_thread(self._backend.decode, token_ids, skip_special_tokens=False)
+
+    async def encode_chat(
+        self, messages: Sequence[Message], *, opened: bool = True, special_tokens: bool = False
+    ) -> list[int]:
+        """Render the chat template, with an opened assistant turn if `opened`, and tokenize that.
+
+        The template writes its own special tokens; `special_tokens` adds the tokenizer's nevertheless.
 
         Raises:
             RequestError: there is no template, or the template refuses the messages (with its own text).
@@ -75,15 +83,14 @@ class TokenMaker:
                 turns if self._hygiene is None else self._hygiene.clean(turns),
                 chat_template=self._template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=opened,
             )
         except jinja2.TemplateError as error:
             raise RequestError(f"the model's chat template refuses: {str(error)[:500]}", "messages") from None
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             logger.warning("the chat template failed on a request", exc_info=error)
             raise RequestError("the model's chat template can't render these messages", "messages") from None
-        # The template writes its own special tokens.
-        return await self._tokenize(text, special_tokens=False)
+        return await self._tokenize(text, special_tokens)
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
         # `encode` holds the interpreter's lock from start to end, `encode_batch` lets other threads run.

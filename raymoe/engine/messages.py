@@ -31,6 +31,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     late_ids: tuple[int, ...] = ()
+    typical_p: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ The names and the order are vLLM's (`SamplingParams`, and its sampler's order of
    how often the token has been generated; the prompt doesn't count. This is OpenAI's definition.
 4. Below `min_tokens`, tokens of `late_ids` get minus infinity, whatever the steps before made of them.
 
-Then the sampler goes on: temperature, min_p, top_k, top_p.
+Then the sampler goes on: temperature, min_p, top_k, top_p, typical_p.
 
 Shape letters: V vocabulary, D distinct tokens that a penalty concerns, B tokens with a bias.
 """

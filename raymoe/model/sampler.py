@@ -1,7 +1,7 @@
 """From logits to the next tokens. A draw depends on (seed, position) alone, so a replay draws the same.
 
-The order is: what `model/adjust.py` changes, temperature, min_p, top_k, top_p (as in vLLM; each works on what the
-one before has left).
+The order is: what `model/adjust.py` changes, temperature, min_p, top_k, top_p (as in vLLM), typical_p. Each works
+on what the one before has left.
 
 Shape letters: S rows to sample, V vocabulary, N tokens that are candidates.
 """
@@ -32,6 +32,8 @@ class Sampling(Protocol):
     def min_p(self) -> float: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def typical_p(self) -> float: ...
 
 
 class Draw(NamedTuple):
@@ -96,16 +98,36 @@ def _draw(logits_V: Tensor, top: Tensor, draw: Draw) -> int:
 
 
 def _candidates(weight_V: Tensor, params: Sampling) -> tuple[Tensor, Tensor | None]:
-    """Weights and ids of what min_p, top_k and top_p leave, at least one; ids None: all, in their order.
+    """Weights and ids of what the four cuts leave, at least one; ids None: all, in their order.
 
     The largest weight is 1. min_p leaves tokens of at least that share of it (Nguyen et al., 2024); top_p the
     smallest set whose mass reaches it (Holtzman et al., 2020), of what the others have left.
     """
     if params.min_p == 0:
-        return _largest(weight_V, params)
-    kept_N = torch.nonzero(weight_V >= params.min_p).squeeze(1)
-    weight_N, order_N = _largest(weight_V[kept_N], params)
-    return weight_N, kept_N if order_N is None else kept_N[order_N]
+        weight_N, ids_N = _largest(weight_V, params)
+    else:
+        ids_N = torch.nonzero(weight_V >= params.min_p).squeeze(1)
+        weight_N, order_N = _largest(weight_V[ids_N], params)
+        ids_N = ids_N if order_N is None else ids_N[order_N]
+    if params.typical_p < 1:
+        weight_N, order_N = _typical(weight_N, params.typical_p)
+        ids_N = order_N if ids_N is None else ids_N[order_N]
+    return weight_N, ids_N
+
+
+def _typical(weight_N: Tensor, typical_p: float) -> tuple[Tensor, Tensor]:
+    """The smallest set of mass `typical_p` of tokens whose information is nearest to the entropy.
+
+    Locally typical sampling (Meister et al., TACL 2023).
+    """
+    share_N = weight_N / weight_N.sum()
+    information_N = -torch.log(share_N)
+    # What can't be drawn has no share in the entropy, and comes last.
+    entropy = torch.nansum(share_N * information_N)
+    order_N = torch.sort((information_N - entropy).abs(), stable=True).indices
+    keep = int((share_N[order_N].cumsum(0) < typical_p).sum()) + 1
+    order_N = order_N[:keep]
+    return weight_N[order_N], order_N
 
 
 def _largest(weight_V: Tensor, params: Sampling) -> tuple[Tensor, Tensor | None]:

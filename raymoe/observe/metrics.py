@@ -14,9 +14,13 @@ from prometheus_client import (
 )
 
 PATHS = (
+    "/detokenize",
+    "/docs",
     "/health",
     "/metrics",
+    "/openapi.json",
     "/ready",
+    "/tokenize",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/models",

@@ -76,6 +76,7 @@ class ScriptedBackend:
         self.active: set[str] = set()
         self.closed_early: list[str] = []
         self.sleeping = asyncio.Event()
+        self.wake = asyncio.Event()
         self.reason: str | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -95,7 +96,7 @@ class ScriptedBackend:
                     raise self._error or RuntimeError("secret detail")
                 if self._sleep_at is not None and sent >= self._sleep_at:
                     self.sleeping.set()
-                    await asyncio.sleep(3600)
+                    await asyncio.wait_for(self.wake.wait(), 3600)
                 await asyncio.sleep(0)
                 size = self._sizes[turn % len(self._sizes)]
                 new = tuple(tokens[sent : sent + size])

@@ -102,6 +102,8 @@ def test_an_unknown_field_is_refused(model: Any) -> None:
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("min_p", "0"),
+        ("typical_p", 0),
+        ("typical_p", 1.1),
         ("presence_penalty", 2.1),
         ("presence_penalty", True),
         ("frequency_penalty", -2.1),
@@ -191,6 +193,7 @@ def test_good_values_arrive_as_they_were_sent() -> None:
 def test_sampling_fields_arrive_at_both_endpoints(model: Any, body: Any) -> None:
     fields = {
         "min_p": 1,
+        "typical_p": 0.5,
         "presence_penalty": -2,
         "frequency_penalty": 2.0,
         "repetition_penalty": 1.5,
@@ -238,6 +241,18 @@ def test_fields_that_need_others_say_which(model: Any, body: Any, fields: Any, p
 def test_fields_that_fit_together_pass(model: Any, body: Any, fields: Any) -> None:
     request = model.parse({**body, **fields})
     assert {name: getattr(request, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"k" * 65: "v"}, {"k": "v" * 513}, {str(n): "v" for n in range(17)}, {"k": 1}, {"k": None}, ["k"]],
+)
+def test_metadata_are_a_few_short_labels(metadata: Any) -> None:
+    good = {"metadata": {"k" * 64: "v" * 512}, "safety_identifier": "me", "prompt_cache_key": "k"}
+    assert ChatRequest.parse({**CHAT, **good}).metadata == good["metadata"]
+    with pytest.raises(RequestError) as caught:
+        ChatRequest.parse({**CHAT, "metadata": metadata})
+    assert str(caught.value.param).split(".")[0] == "metadata"
 
 
 def test_the_newer_token_limit_wins() -> None:

@@ -99,7 +99,9 @@ def test_a_body_over_the_limit_is_refused_declared_or_not() -> None:
     [
         ("GET", "/nope", 404),
         ("GET", "/", 404),
-        ("GET", "/docs", 404),
+        ("GET", "/redoc", 404),
+        ("POST", "/docs", 405),
+        ("GET", "/tokenize", 405),
         ("GET", "/v1/completions/", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
@@ -196,6 +198,28 @@ def test_two_requests_with_one_id_get_their_own_answers() -> None:
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["ONE", "TWO"]
     assert [answer.headers["x-request-id"] for answer in answers] == ["same", "same"]
     assert len({request.request_id for request in backend.requests}) == 2
+
+
+def test_cancelling_one_of_two_with_one_id_leaves_the_other() -> None:
+    async def both() -> None:
+        backend = ScriptedBackend(lambda request: bytes(request.prompt_ids).upper(), sleep_at=1)
+        service = make_service(backend)
+        async with client(service) as http:
+            asks = [
+                asyncio.create_task(
+                    http.post(PATHS[1], json={"prompt": prompt}, headers={"x-request-id": "same"})
+                )
+                for prompt in ("one", "two")
+            ]
+            while len(backend.active) < 2:
+                await asyncio.sleep(0.001)
+            asks[0].cancel()
+            await asyncio.wait(asks[:1])
+            assert len(backend.active) == 1 and not asks[1].done()
+            backend.wake.set()
+            assert (await asks[1]).json()["choices"][0]["text"] == "TWO"
+
+    run(both())
 
 
 def test_request_ids_are_sanitised_and_made_when_absent() -> None:

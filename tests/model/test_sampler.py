@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TypicalLogitsWarper
 
 from raymoe.engine.messages import SamplingParams
 from raymoe.model import sampler
@@ -79,6 +79,28 @@ def test_min_p_leaves_what_transformers_leaves() -> None:
             left = processor(None, left)
         expected = set(torch.isfinite(left[0]).nonzero().flatten().tolist())
         assert set(draws(SamplingParams(temperature=temperature, min_p=min_p))) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
+@pytest.mark.parametrize("typical_p", [1e-6, 0.2, 0.5, 0.9, 0.999])
+def test_typical_p_leaves_what_transformers_leaves(temperature: float, typical_p: float) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 2.8, -2.0, 1.7, 0.4])
+    scaled = TemperatureLogitsWarper(temperature)(torch.tensor([[0]]), logits[None].double())
+    kept = TypicalLogitsWarper(typical_p)(torch.tensor([[0]]), scaled)[0].isfinite().nonzero().flatten()
+    params = SamplingParams(temperature=temperature, typical_p=typical_p)
+    seen = draws(params, 1, logits)
+    weight = torch.exp((logits.double() - logits.max()) / temperature)
+    _, ids = sampler._candidates(weight, params)
+    assert ids is not None and set(ids.tolist()) == set(kept.tolist()) >= set(seen)
+
+
+def test_typical_p_counts_what_the_others_have_left_and_never_what_is_impossible() -> None:
+    # Of 4 and 0 alone, 4 has 0.73 of the mass and is nearer to the entropy of 0.58 than 0 is.
+    assert set(draws(SamplingParams(top_k=2, typical_p=0.7))) == {4}
+    assert set(draws(SamplingParams(top_k=2, typical_p=0.74))) == {4, 0}
+    assert set(draws(SamplingParams(min_p=0.3, typical_p=0.7))) == {4}
+    some = torch.tensor([-torch.inf, 1.0, -torch.inf, 1.0])
+    assert set(draws(SamplingParams(typical_p=0.999), 200, some)) == {1, 3}
 
 
 def test_top_p_counts_what_min_p_has_left() -> None:

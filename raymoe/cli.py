@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from raymoe import __version__
+from raymoe.actors import signals
 from raymoe.api.keys_command import keys
 from raymoe.config import Settings
 from raymoe.errors import ConfigError, RaymoeError
@@ -124,21 +125,18 @@ def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
     token = environment.set_private() if address is None else ""
     from raymoe.actors import demonstration
     from raymoe.actors.app import prepare
-    from raymoe.actors.server import StopServer, running, url, wait_for_signal
+    from raymoe.actors.server import running, url, wait_for_end
 
     # A cluster's memory is not this machine's.
     spec = prepare(settings, _show_progress, available=None if address is None else 0)
     _say(f"model {spec.model_name} ({spec.path}): {spec.shape()}")
-    try:
-        with running(spec, address, token, _say) as record:
-            _say(f"listening on {url(record)} (logs in {record.logs})")
-            if demo:
-                demonstration.show(record, typer.echo)
-            else:
-                _say(demonstration.curl_line(record, keys=settings.server.guarded))
-                wait_for_signal()
-    except StopServer:
-        _say("stopped")
+    with running(spec, address, token, _say) as record:
+        _say(f"listening on {url(record)} (logs in {record.logs})")
+        if demo:
+            demonstration.show(record, typer.echo)
+        else:
+            _say(demonstration.curl_line(record, keys=settings.server.guarded))
+            wait_for_end(record)
 
 
 def _overrides(sets: list[str] | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -175,15 +173,19 @@ def _show_progress(stage: str, done: int, total: int) -> None:
 
 
 def main() -> None:
-    """The command `raymoe`. Whatever is wrong ends as one sentence and exit code 1."""
+    """The command `raymoe`. Whatever is wrong ends as one sentence and exit code 1, Ctrl-C as 130, SIGTERM as 0."""
+    signals.catch()
     try:
         app()
     except RaymoeError as error:
         _say(f"raymoe: {error.message}")
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
+        # Typer makes an exit of its own of an interrupt.
+        if signals.exit_code() is None:
+            raise
         _say("stopped")
-        sys.exit(130)
+        sys.exit(signals.exit_code())
 
 
 if __name__ == "__main__":

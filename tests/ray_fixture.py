@@ -25,20 +25,20 @@ with warnings.catch_warnings():
 
 
 @contextlib.contextmanager
-def private_ray() -> Iterator[None]:
+def private() -> Iterator[None]:
     """A running Ray with a few logical CPUs and no dashboard. Whoever asks first starts and ends it."""
-    from raymoe.actors import cluster
+    from raymoe.actors import private_ray
 
     if ray.is_initialized():
         yield
         return
-    cluster.start_private(cpus=8)
+    private_ray.start(cpus=8)
     yield
-    cluster.stop_ray()
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """`private_ray` for all tests."""
-    with private_ray():
+    """`private` for all tests."""
+    with private():
         yield

@@ -81,14 +81,18 @@ class Server:
         parent = psutil.Process(self.process.pid)
         return [parent, *parent.children(recursive=True)]
 
-    def engines(self) -> list[psutil.Process]:
-        """The living engine processes."""
+    def called(self, part: str) -> list[psutil.Process]:
+        """Its living processes with `part` in their command line."""
         found = []
         for process in self.family():
             with contextlib.suppress(psutil.Error):  # it ended, or nobody has reaped it yet
-                if "raymoe.engine.process" in process.cmdline():
+                if part in " ".join(process.cmdline()):
                     found.append(process)
         return found
+
+    def engines(self) -> list[psutil.Process]:
+        """The living engine processes."""
+        return self.called("raymoe.engine.process")
 
     def status(self) -> dict[str, Any]:
         done = raymoe(self.runtime, "status", "--json")

@@ -158,7 +158,7 @@ class Reader:
             server.wait_ready()
             assert len(server.status()["groups"]) == int(words[words.index("--groups") + 1])
         finally:
-            assert server.stop() == 0, server.log.read_text()
+            assert server.stop() == 130, server.log.read_text()
 
     def exists(self, step: Step) -> None:
         assert os.access(ROOT / shlex.split(step.text)[-1], os.R_OK | os.X_OK)
@@ -205,7 +205,7 @@ def server(tmp_path: Path, embedded_folder: Path) -> Iterator[Server]:
         family = server.family()
         yield server
     finally:
-        assert server.stop() == 0, server.log.read_text()
+        assert server.stop() == 130, server.log.read_text()
         assert left_over(family) == []
 
 

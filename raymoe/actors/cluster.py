@@ -23,8 +23,6 @@ from raymoe.errors import ClusterError
 if TYPE_CHECKING:
     from ray.serve import Application
 
-OBJECT_STORE_BYTES = 80 << 20
-"""Little goes through Ray's object store; the lanes have memory of their own."""
 SHUTDOWN_S = 30.0
 
 
@@ -37,22 +35,6 @@ class Ray:
     logs: str
 
 
-def start_private(cpus: float) -> Ray:
-    """Start a Ray for this process alone, with `cpus` logical CPUs. `environment.set_private` comes first.
-
-    Raises:
-        ClusterError: Ray did not start.
-    """
-    return _init(
-        True,
-        num_cpus=cpus,
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        # Even with RAY_ADDRESS in the environment: its value was looked at before.
-        address="local",
-    )
-
-
 def connect(address: str) -> Ray:
     """Join the Ray at `address` (host:port, or "auto").
 
@@ -60,10 +42,11 @@ def connect(address: str) -> Ray:
         ClusterError: nothing answers there, or another version of Ray or Python does.
     """
     check_answers(address)
-    return _init(False, address=address)
+    return join(False, address=address)
 
 
-def _init(private: bool, **options: Any) -> Ray:
+def join(private: bool, **options: Any) -> Ray:
+    """`ray.init` with these options, its failures as ClusterError."""
     what = "a private Ray" if private else f"Ray at {options['address']}"
     try:
         # Without Ray's own lines: what concerns the operator is said by raymoe.

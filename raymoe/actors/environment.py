@@ -15,6 +15,8 @@ LOOPBACK = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's announcement of a changed default, which does not concern us.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A call after the end must not start another Ray.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # An engine process must not outlive its router's worker.
     "RAY_kill_child_processes_on_worker_exit": "1",
 }

@@ -26,21 +26,28 @@ def check_free(settings: Settings, private: bool) -> None:
             f"{server.app} is running already (process {other.pid}, {other.scheme}://{other.host}:{other.port}):"
             " stop it with `raymoe down`, or set server.app to another name"
         )
+    if other is not None and other.private:
+        # It was killed; what it left may hold the port.
+        state.remove_left_over(other)
     if not private:
         return
+    _check_port(server.host, server.port, "--port")
+    if server.grpc_port is not None:
+        _check_port(server.host, server.grpc_port, "--grpc-port")
+
+
+def _check_port(host: str, port: int, option: str) -> None:
     try:
-        family, _, _, _, where = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ClusterError(
-            f"server.host {server.host} is no address to listen on: {error.strerror}"
-        ) from None
+        raise ClusterError(f"server.host {host} is no address to listen on: {error.strerror}") from None
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(where)
         except OSError as error:
             raise ClusterError(
-                f"port {server.port} on {server.host} can't be used ({error.strerror}): choose another (--port)"
+                f"port {port} on {host} can't be used ({error.strerror}): choose another ({option})"
             ) from None
 
 

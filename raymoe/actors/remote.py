@@ -60,7 +60,7 @@ def down(app: str, address: str | None) -> str:
             _wait_for_end(record)
             done = f"stopped {app} (process {record.pid})"
         elif record.private:
-            ended = state.end_processes(state.processes_of(record.logs))
+            ended = state.remove_left_over(record)
             done = f"{app} had ended without cleaning up; {ended} processes of its Ray were ended"
         elif address is None:
             # Its process is gone, but its actors live on in the cluster.

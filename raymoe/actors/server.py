@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 
-from raymoe.actors import cluster, state
+from raymoe.actors import cluster, private_ray, signals, state
 from raymoe.actors.app import application
 from raymoe.actors.link import controller_status
 from raymoe.actors.spec import Spec
@@ -25,11 +25,6 @@ Say = Callable[[str], None]
 
 READY_S = 120.0
 """After the application runs, until it says that it is ready."""
-CHILDREN_S = 10.0
-
-
-class StopServer(BaseException):
-    """A signal asked for the end. No Exception, so that no handler on the way takes it for a failure."""
 
 
 @contextlib.contextmanager
@@ -38,16 +33,17 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
 
     Raises:
         ClusterError: says which part did not start, or what is still there afterwards.
-        StopServer: SIGINT or SIGTERM came, at any time.
+        StopServer: a signal came, at any time.
     """
     server = spec.settings.server
-    _catch_signals()
+    logs = None
     try:
         say("starting Ray" if address is None else f"joining Ray at {address}")
-        ray = cluster.start_private(_cpus(spec.settings)) if address is None else cluster.connect(address)
+        ray = private_ray.start(_cpus(spec.settings)) if address is None else cluster.connect(address)
         cluster.check_unused(server.app, ray.address)
         # Ray has put its own handler in place, which would leave our actors behind.
-        _catch_signals()
+        signals.catch()
+        logs = ray.logs
         pid, born = state.this_process()
         record = state.ServerRecord(
             app=server.app,
@@ -66,28 +62,52 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
         try:
             say(f"loading {spec.model_name} into a router and {spec.settings.groups.count} expert groups")
             with _loading(spec):
-                cluster.deploy(application(spec), server)
+                deploy = partial(cluster.deploy, application(spec), server)
+                private_ray.attempt(deploy, ray.logs) if record.private else deploy()
             _wait_ready(record)
             yield record
         finally:
-            _ignore_signals()
+            signals.ignore()
             say("stopping")
             try:
-                cluster.remove(server.app)
+                _remove(record)
             finally:
                 record.remove()
     finally:
-        _ignore_signals()
-        ours = state.children()
-        cluster.stop_ray()
+        signals.ignore()
         if address is None:
-            state.end_processes(ours, patience_s=CHILDREN_S)
+            private_ray.end(logs)
+        else:
+            cluster.stop_ray()
 
 
-def wait_for_signal() -> None:
-    """Sleep until SIGINT or SIGTERM raises StopServer."""
+def wait_for_end(record: state.ServerRecord) -> None:
+    """Sleep until a signal raises StopServer.
+
+    Raises:
+        ClusterError: the private Ray has ended. Whoever started this server may start it again.
+    """
     while True:
-        signal.pause()
+        if record.private:
+            private_ray.check_lives(record.logs)
+        time.sleep(private_ray.LOOK_S)
+
+
+def _remove(record: state.ServerRecord) -> None:
+    """Take the application away. A private Ray may have died, or be dying.
+
+    Service managers send SIGTERM to every process of a service, Ray's own included.
+    """
+    remove = partial(cluster.remove, record.app)
+    if not record.private:
+        remove()
+        return
+    try:
+        private_ray.attempt(remove, record.logs)
+    except ClusterError:
+        # Without a living Ray nothing is left to be removed but its processes.
+        if private_ray.lives():
+            raise
 
 
 def _cpus(settings: Settings) -> float:
@@ -101,6 +121,8 @@ def _wait_ready(record: state.ServerRecord) -> None:
     deadline = time.monotonic() + READY_S
     reason = "no answer"
     while time.monotonic() < deadline:
+        if record.private:
+            private_ray.check_lives(record.logs)
         try:
             response = httpx.get(url(record) + "/ready", timeout=10, verify=trust(record.tls_cert))
             if response.status_code == 200:
@@ -114,8 +136,7 @@ def _wait_ready(record: state.ServerRecord) -> None:
 
 def url(record: state.ServerRecord) -> str:
     """Where clients on this machine reach the server."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(record.host, record.host)
-    return f"{record.scheme}://{host}:{record.port}"
+    return record.url
 
 
 @contextlib.contextmanager
@@ -138,17 +159,3 @@ def _loading(spec: Spec) -> Iterator[None]:
         finally:
             done.set()
             thread.join(timeout=15)
-
-
-def _catch_signals() -> None:
-    def stop(number: int, _frame: object) -> None:
-        raise StopServer(signal.Signals(number).name)
-
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-
-
-def _ignore_signals() -> None:
-    """Stopping has deadlines of its own, and half of it would leave processes behind."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

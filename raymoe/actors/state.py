@@ -46,6 +46,12 @@ class ServerRecord:
         return "https" if self.tls_cert else "http"
 
     @property
+    def url(self) -> str:
+        """Where clients on this machine reach the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"{self.scheme}://{host}:{self.port}"
+
+    @property
     def alive(self) -> bool:
         """Whether the process still runs."""
         return _born(self.pid) == self.born
@@ -108,6 +114,13 @@ def processes_of(logs: str) -> list[tuple[int, float]]:
             if any(os.readlink(file).startswith(f"{logs}/") for file in files):
                 found.append((process.pid, process.create_time()))
     return found
+
+
+def remove_left_over(record: ServerRecord) -> int:
+    """End what a killed server with a private Ray has left, and its record; returns how many processes."""
+    ended = end_processes(processes_of(record.logs))
+    record.remove()
+    return ended
 
 
 def end_processes(processes: Iterable[tuple[int, float]], patience_s: float = 0.0) -> int:

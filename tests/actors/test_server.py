@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server.serve(folder, model, "--routers", "2", "--groups", "2")
     yield server
     family = server.family()
-    assert server.stop() == 0, server.log.read_text()
+    assert server.stop() == 130, server.log.read_text()
     assert left_over(family) == []
     assert not [name for name in os.listdir("/dev/shm") if "ray" in name]
     assert not (folder / "raymoe" / "raymoe.json").exists()
@@ -148,10 +149,30 @@ def test_engine_killed_is_replaced_with_its_router(server: Server) -> None:
     assert texts(server, 20) == wanted
 
 
-def start_loading(folder: Path) -> tuple[Server, list[psutil.Process]]:
+@pytest.mark.parametrize("part", ["Router", "Ingress", "ProxyActor", "ServeController"])
+def test_other_part_killed_is_replaced_and_nothing_is_left_over(server: Server, part: str) -> None:
+    wanted = texts(server, 20)
+    (victim, *others) = server.called(part)
+    victim.kill()
+    # Serve's own parts: until they are back a client may get no answer, but never a wrong one.
+    eventually(lambda: victim not in (now := server.called(part)) and len(now) == 1 + len(others))
+    eventually(lambda: answers(server))
+    assert texts(server, 20) == wanted
+    eventually(lambda: len(server.engines()) == 2)
+
+
+def answers(server: Server) -> bool:
+    """Whether every prompt is answered at present."""
+    try:
+        return {server.complete(prompt, 2).status_code for prompt in PROMPTS} == {200}
+    except httpx.TransportError:
+        return False
+
+
+def start_loading(folder: Path, port: int | None = None) -> tuple[Server, list[psutil.Process]]:
     """A server that has started Ray and now loads its model, and all its processes."""
     model = tiny_checkpoint("mixtral", folder / "tiny-mixtral")
-    port = free_port("127.0.0.1")
+    port = port or free_port("127.0.0.1")
     server = Server(folder, [*RAYMOE, "serve", str(model), "--port", str(port)], port)
     eventually((folder / "raymoe" / "raymoe.json").exists)
     time.sleep(2)
@@ -166,14 +187,41 @@ def test_down_in_another_terminal_stops_a_server_that_still_loads(tmp_path: Path
     assert left_over(family) == []
 
 
-def test_after_a_killed_server_down_leaves_nothing(tmp_path: Path) -> None:
+def test_server_whose_ray_dies_while_it_loads_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     server, family = start_loading(tmp_path)
-    os.kill(server.process.pid, signal.SIGKILL)
+    for process in server.called("raylet/raylet"):
+        process.kill()
+    assert server.process.wait(timeout=90) == 1, server.log.read_text()
+    assert "raymoe: the private Ray has ended" in server.log.read_text()
+    assert left_over(family) == []
+    assert not (tmp_path / "raymoe" / "raymoe.json").exists()
+
+
+def test_sigterm_to_every_process_of_a_service_is_a_clean_end(tmp_path: Path) -> None:
+    server, family = start_loading(tmp_path)
+    server.wait_ready()
+    family = server.family()
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    assert server.process.wait(timeout=90) == 0, server.log.read_text()
+    assert left_over(family) == []
+    assert not (tmp_path / "raymoe" / "raymoe.json").exists()
+
+
+def test_after_a_killed_server_down_or_the_next_server_leaves_nothing(tmp_path: Path) -> None:
+    server, family = start_loading(tmp_path)
+    server.process.kill()
     server.process.wait()
     assert not server.status()["running"]
+    # On the same port, which what is left of the first may hold.
+    server, second = start_loading(tmp_path, server.port)
+    assert left_over(family, within_s=0) == []
+    server.process.kill()
+    server.process.wait()
     done = raymoe(tmp_path, "down")
     assert done.returncode == 0, done.stderr
-    assert left_over(family, within_s=30) == []
+    assert left_over(second, within_s=30) == []
     assert not (tmp_path / "raymoe" / "raymoe.json").exists()
 
 

@@ -109,8 +109,12 @@ def test_a_full_queue_refuses() -> None:
     planner.schedule()
     with pytest.raises(OverloadedError):
         planner.add(sequence("more", 5))
-    planner.remove(planner.running[0])
-    planner.add(sequence("more", 5))
+    for queue in (planner.running, planner.waiting):
+        # Who leaves frees a place, in the queue as well.
+        planner.remove(queue[0])
+        planner.add(sequence("more", 5))
+        with pytest.raises(OverloadedError):
+            planner.add(sequence("too many", 5))
 
 
 def test_a_removed_sequence_leaves_nothing() -> None:

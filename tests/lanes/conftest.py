@@ -13,9 +13,9 @@ from tests.doubles import HELLO
 @pytest.fixture(scope="session")
 def host() -> Iterator[tuple[Any, str]]:
     """An actor with the group's ends of lanes to `g0`, and its address."""
-    from tests.ray_fixture import private_ray
+    from tests.ray_fixture import private
 
-    with private_ray():
+    with private():
         from tests.lanes.hosted import start_host
 
         yield start_host("g0", HELLO)

@@ -15,6 +15,7 @@ from raymoe.api.grpc_health import Health
 from raymoe.api.grpc_methods import HEALTH, METHODS
 from raymoe.api.requests import ChatRequest, CompletionRequest
 from raymoe.api.service import Service
+from raymoe.api.tokenizing import DetokenizeRequest, TokenizeRequest
 from raymoe.errors import NotReadyError, TooLargeError
 from raymoe.policy.layout import Layout
 from raymoe.v1 import inference_pb2 as v1
@@ -22,7 +23,7 @@ from raymoe.v1.bodies import body_of, fill, parse
 
 Body = CompletionRequest | ChatRequest
 
-_COUNTED = frozenset({"Generate", "GenerateStream", "Chat", "ChatStream"})
+_COUNTED = frozenset({"Generate", "GenerateStream", "Chat", "ChatStream", "Tokenize", "Detokenize"})
 
 
 class GrpcService:
@@ -34,6 +35,8 @@ class GrpcService:
         self._unary: dict[str, Callable[[Any], Awaitable[Message]]] = {
             "Generate": self._generate,
             "Chat": self._chat,
+            "Tokenize": self._tokenize,
+            "Detokenize": self._detokenize,
             "ListModels": self._list_models,
             "GetLayout": self._get_layout,
             "Check": health.check,
@@ -123,6 +126,17 @@ class GrpcService:
                     piece = kind()
                     fill(piece, chunk)
                     yield piece
+
+    async def _tokenize(self, request: v1.TokenizeRequest) -> Message:
+        response = v1.TokenizeResponse()
+        fill(response, await self._service.tokenize(TokenizeRequest.parse(body_of(request))))
+        return response
+
+    async def _detokenize(self, request: v1.DetokenizeRequest) -> Message:
+        response = v1.DetokenizeResponse()
+        body = DetokenizeRequest.parse({"tokens": [], **body_of(request)})
+        fill(response, await self._service.detokenize(body))
+        return response
 
     async def _list_models(self, request: v1.ListModelsRequest) -> Message:  # noqa: ARG002 - it is empty
         await self._service.check_ready()

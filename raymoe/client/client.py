@@ -119,6 +119,15 @@ class Client:
         """As `chat`, in pieces. Closing the generator stops the request."""
         yield from self._stream("Chat", _chat(messages, model, options), timeout_s, request_id)
 
+    def tokenize(self, prompt: str | Sequence[Message], *, model: str | None = None) -> list[int]:
+        """Token ids of a text or a conversation, as the model would get them."""
+        return list(self._call("Tokenize", _tokenize(prompt, model), None, None).get("tokens", []))
+
+    def detokenize(self, tokens: Sequence[int], *, model: str | None = None) -> str:
+        """The text of token ids."""
+        body = _with_model({"tokens": list(tokens)}, model)
+        return str(self._call("Detokenize", body, None, None).get("prompt", ""))
+
     def models(self) -> list[str]:
         """The ids of the models that are served."""
         return [model["id"] for model in self._call("ListModels", {}, None, None)["data"]]
@@ -222,6 +231,15 @@ class AsyncClient:
         """As `Client.chat_stream`."""
         return self._stream("Chat", _chat(messages, model, options), timeout_s, request_id)
 
+    async def tokenize(self, prompt: str | Sequence[Message], *, model: str | None = None) -> list[int]:
+        """As `Client.tokenize`."""
+        return list((await self._call("Tokenize", _tokenize(prompt, model), None, None)).get("tokens", []))
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str | None = None) -> str:
+        """As `Client.detokenize`."""
+        body = _with_model({"tokens": list(tokens)}, model)
+        return str((await self._call("Detokenize", body, None, None)).get("prompt", ""))
+
     async def models(self) -> list[str]:
         """As `Client.models`."""
         return [model["id"] for model in (await self._call("ListModels", {}, None, None))["data"]]
@@ -279,6 +297,10 @@ def _generate(prompt: Prompt, model: str | None, options: GenerateOptions) -> Bo
 def _chat(messages: str | Sequence[Message], model: str | None, options: ChatOptions) -> Body:
     turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
     return _with_model({"messages": turns, **options}, model)
+
+
+def _tokenize(prompt: str | Sequence[Message], model: str | None) -> Body:
+    return _with_model({"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}, model)
 
 
 def _with_model(body: Body, model: str | None) -> Body:

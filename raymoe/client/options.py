@@ -13,6 +13,7 @@ class Sampling(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
+    typical_p: float
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from raymoe.client.failures import failure
-from raymoe.errors import DeadlineError, NoAnswerError, RaymoeError
+from raymoe.errors import DeadlineError, NoAnswerError, RaymoeError, TooLargeError
 from raymoe.v1 import inference_pb2
 from raymoe.v1.bodies import body_of, fill
 
@@ -151,4 +151,6 @@ def _failure(error: Any, server: Server, timeout_s: float) -> RaymoeError:
         )
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(f"{server.address} did not answer within {timeout_s:g} s")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
+        return TooLargeError(f"{server.address} takes no message of this size: {details}")
     return NoAnswerError(f"no answer from {server.address}: {code.name}, {details}")

@@ -21,6 +21,8 @@ Body = dict[str, Any]
 PATHS = {
     "Generate": ("POST", "/v1/completions"),
     "Chat": ("POST", "/v1/chat/completions"),
+    "Tokenize": ("POST", "/tokenize"),
+    "Detokenize": ("POST", "/detokenize"),
     "ListModels": ("GET", "/v1/models"),
 }
 """By the name of the gRPC method that does the same."""

@@ -7,11 +7,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
+from google.protobuf.message import Message
 
 from raymoe.api.grpc_methods import METHODS, GrpcMethods, add_to_server
 from raymoe.api.grpc_service import GrpcService
 from raymoe.api.service import Service
 from raymoe.policy.layout import Copy, GroupPlace, Layout
+from raymoe.v1 import inference_pb2 as v1
+from raymoe.v1.bodies import fill
+from tests.api.scripted import run
 
 LAYOUT = Layout(
     7,
@@ -56,3 +61,36 @@ def method(opened: Any, name: str) -> Any:
         request_serializer=lambda r: r if isinstance(r, bytes) else r.SerializeToString(),
         response_deserializer=found.response.FromString,
     )
+
+
+def generate(**body: Any) -> v1.GenerateRequest:
+    request = v1.GenerateRequest()
+    fill(request, {"prompt": "x", **body})
+    return request
+
+
+def chat(**body: Any) -> v1.ChatRequest:
+    request = v1.ChatRequest()
+    fill(request, {"messages": [{"role": "user", "content": "hi"}], **body})
+    return request
+
+
+def ask(service: Any, name: str, request: Message | bytes, **options: Any) -> Any:
+    """The answer of one call: a message, or the list of a stream's messages."""
+
+    async def one() -> Any:
+        async with channel(service) as opened:
+            call = method(opened, name)(request, **options)
+            return [message async for message in call] if hasattr(call, "__aiter__") else await call
+
+    return run(one())
+
+
+def refused(service: Any, name: str, request: Message | bytes, **options: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        ask(service, name, request, **options)
+    return caught.value
+
+
+def trailing(error: grpc.aio.AioRpcError) -> dict[str, Any]:
+    return dict(error.trailing_metadata())

@@ -11,43 +11,9 @@ from google.protobuf.message import Message
 
 from raymoe.errors import ExpertUnavailableError, OverloadedError
 from raymoe.v1 import inference_pb2 as v1
-from raymoe.v1.bodies import fill
-from tests.api.grpc_server import channel, method
+from tests.api.grpc_server import ask, channel, chat, generate, method, refused, trailing
 from tests.api.scripted import EOS, ScriptedBackend, byte_tokenizer, make_service, run
 from tests.api.test_admission import guarded
-
-
-def generate(**body: Any) -> v1.GenerateRequest:
-    request = v1.GenerateRequest()
-    fill(request, {"prompt": "x", **body})
-    return request
-
-
-def chat(**body: Any) -> v1.ChatRequest:
-    request = v1.ChatRequest()
-    fill(request, {"messages": [{"role": "user", "content": "hi"}], **body})
-    return request
-
-
-def ask(service: Any, name: str, request: Message | bytes, **options: Any) -> Any:
-    """The answer of one call: a message, or the list of a stream's messages."""
-
-    async def one() -> Any:
-        async with channel(service) as opened:
-            call = method(opened, name)(request, **options)
-            return [message async for message in call] if hasattr(call, "__aiter__") else await call
-
-    return run(one())
-
-
-def refused(service: Any, name: str, request: Message | bytes, **options: Any) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        ask(service, name, request, **options)
-    return caught.value
-
-
-def trailing(error: grpc.aio.AioRpcError) -> dict[str, Any]:
-    return dict(error.trailing_metadata())
 
 
 def test_generate_answers_as_http_does() -> None:

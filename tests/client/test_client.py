@@ -92,6 +92,14 @@ def test_a_chat(url: str, ask: Ask, backend: ScriptedBackend) -> None:
     assert bytes(backend.requests[-1].prompt_ids) == b"<system>s<user>u>"
 
 
+def test_tokens_and_back(url: str, ask: Ask) -> None:
+    ids = ask(url, "tokenize", "hé")
+    assert ids == list("hé".encode())
+    assert ask(url, "detokenize", ids, model="m") == "hé"
+    assert bytes(ask(url, "tokenize", [Message(role="user", content="u")])) == b"<user>u>"
+    assert (ask(url, "tokenize", ""), ask(url, "detokenize", [])) == ([], "")
+
+
 def test_models(url: str, ask: Ask) -> None:
     assert ask(url, "models") == ["m"]
 

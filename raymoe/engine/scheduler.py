@@ -143,9 +143,13 @@ class Scheduler:
         return [chunk for chunk in chunks if chunk.sequence in self.running]
 
     def _turns(self) -> dict[str, deque[tuple[Sequence, bool]]]:
-        """Each client's sequences with a prompt to compute, oldest first, and whether they run already."""
+        """Each client's sequences with a prompt to compute, oldest first, and whether they run already.
+
+        Without a free place, only those that do.
+        """
         turns: dict[str, deque[tuple[Sequence, bool]]] = defaultdict(deque)
-        for queue, runs in ((self.running, True), (self.waiting, False)):
+        waiting = self.waiting if len(self.running) < self._places else ()
+        for queue, runs in ((self.running, True), (waiting, False)):
             for one in queue:
                 if not one.parked and not (runs and one.decoding):
                     turns[one.request.client].append((one, runs))
@@ -165,9 +169,10 @@ class Scheduler:
         # Without keys all requests belong to one client, and there are no others.
         if client == ANONYMOUS or all(one.request.client != client for one in self.running):
             return True
+        if len(self.running) >= self._places - self._places // RESERVE:
+            return False
         kept = self.limits.kv_tokens // RESERVE
-        fits = self._fits(sequence, sequence.pending, self.limits.fixed_tokens + kept)
-        return fits and len(self.running) < self._places - self._places // RESERVE
+        return self._fits(sequence, sequence.pending, self.limits.fixed_tokens + kept)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Let a waiting sequence run, if there is room for it."""

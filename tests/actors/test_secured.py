@@ -47,7 +47,7 @@ class Secured:
         self.http = httpx.Client(base_url=self.server.url, verify=trust(str(self.cert)), timeout=60)
 
     def write_keys(self, *labels: str) -> None:
-        lines = [self.keys[label][1] for label in labels]
+        lines = [f"{self.keys[label][1]} requests_per_minute=1000" for label in labels]
         self.file.write_text("\n".join(lines) + "\n")
 
     def complete(self, label: str, **body: Any) -> httpx.Response:
@@ -84,7 +84,8 @@ def test_it_answers_over_tls_alone_with_the_certificate_that_it_was_given(secure
 def test_a_key_is_needed_and_ends_when_its_line_is_taken_out(secured: Secured) -> None:
     refused = secured.http.post("/v1/completions", json={"prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert secured.complete("bob").status_code == 200
+    answer = secured.complete("bob")
+    assert (answer.status_code, answer.headers["x-ratelimit-remaining-requests"]) == (200, "999")
     secured.write_keys("alice")
     assert secured.complete("bob").status_code == 401
     assert secured.complete("alice").status_code == 200

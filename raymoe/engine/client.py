@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from raymoe.engine.messages import EngineConfig, GenerateChunk, GenerateRequest
+from raymoe.engine.messages import EngineConfig, GenerateChunk, GenerateRequest, joined
+from raymoe.engine.pace import Pace
 from raymoe.engine.wire import Unframer, error_from_wire, event_from_wire, frame, request_to_wire
 from raymoe.errors import EngineError, RaymoeError, RouterLostError
 from raymoe.policy.layout import Layout
@@ -90,7 +91,7 @@ class EngineClient:
         return self.failure or EngineError(ENDED)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Stream a request's chunks. Closing the iterator cancels the request.
+        """Stream a request's chunks, several of the engine's as one if many requests run. Closing it cancels.
 
         Raises:
             RouterLostError: the process has ended, or ends meanwhile.
@@ -103,14 +104,21 @@ class EngineClient:
             raise EngineError(f"request id {key} is in use")
         queue = self._requests[key] = asyncio.Queue()
         self._send(kind="submit", request=request_to_wire(request))
-        done = False
+        done, loop, pace = False, asyncio.get_running_loop(), Pace()
         try:
             while not done:
-                what = await queue.get()
-                done = isinstance(what, RaymoeError) or what.finish_reason is not None
-                if isinstance(what, RaymoeError):
-                    raise what
-                yield what
+                arrived = [await queue.get()]
+                await asyncio.sleep(pace.wait_s(loop.time(), len(self._requests)))
+                while not queue.empty():
+                    arrived.append(queue.get_nowait())
+                pace.sent(loop.time())
+                last = arrived[-1]
+                done = isinstance(last, RaymoeError) or last.finish_reason is not None
+                chunks = [what for what in arrived if isinstance(what, GenerateChunk)]
+                if chunks:
+                    yield joined(chunks)
+                if isinstance(last, RaymoeError):
+                    raise last
         finally:
             del self._requests[key]
             if not done and self.failure is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
@@ -91,6 +93,18 @@ class GenerateChunk:
     def empty(self) -> bool:
         """It says nothing but that a router has the request."""
         return not (self.token_ids or self.finish_reason or self.prompt_logprobs)
+
+
+def joined(chunks: Sequence[GenerateChunk]) -> GenerateChunk:
+    """Consecutive chunks of one sequence as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return GenerateChunk(
+        tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        chunks[-1].finish_reason,
+        tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        tuple(chain.from_iterable(chunk.prompt_logprobs for chunk in chunks)),
+    )
 
 
 @dataclass(frozen=True)

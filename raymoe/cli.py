@@ -13,6 +13,7 @@ import typer
 from raymoe import __version__
 from raymoe.actors import signals
 from raymoe.api.keys_command import keys
+from raymoe.commands import ask
 from raymoe.config import Settings
 from raymoe.errors import ConfigError, RaymoeError
 
@@ -24,6 +25,9 @@ app = typer.Typer(
 )
 
 app.add_typer(keys, name="keys")
+
+app.command()(ask.chat)
+app.command()(ask.generate)
 
 Config = Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")]
 Sets = Annotated[
@@ -44,6 +48,9 @@ def serve(
     routers: Annotated[int | None, typer.Option(help="Router replicas.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Port of the gRPC interface; none without it.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto.")] = None,
     name: Annotated[str | None, typer.Option(help="Model id that clients use.")] = None,
     deterministic: Annotated[
@@ -65,6 +72,7 @@ def serve(
             "router.replicas": routers,
             "server.host": host,
             "server.port": port,
+            "server.grpc_port": grpc_port,
         },
     )
     _serve(Settings.load(config, overrides=overrides), address)
@@ -132,6 +140,8 @@ def _serve(settings: Settings, address: str | None, demo: bool = False) -> None:
     _say(f"model {spec.model_name} ({spec.path}): {spec.shape()}")
     with running(spec, address, token, _say) as record:
         _say(f"listening on {url(record)} (logs in {record.logs})")
+        if record.grpc_url:
+            _say(f"gRPC on {record.grpc_url}")
         if demo:
             demonstration.show(record, typer.echo)
         else:

@@ -74,6 +74,8 @@ class ServerSettings(_Section):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
+    grpc_port: int | None = Field(default=None, ge=1, le=65535)
+    """None: no gRPC."""
     app: str = Field(default="raymoe", pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")
     """Names the Serve application and every actor of it."""
     keys_file: str | None = None
@@ -180,8 +182,8 @@ class Settings(_Section):
         return cls.build(values, ", ".join(where) or "defaults")
 
 
-_OTHER_ENV = frozenset({"RAYMOE_CACHE"})
-"""Variables with the prefix that are not settings: RAYMOE_CACHE is where the embedded default is kept."""
+_OTHER_ENV = frozenset({"RAYMOE_CACHE", "RAYMOE_API_KEY"})
+"""Variables with the prefix that are not settings: where the embedded default is kept, and the key of a client."""
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ LAYERS = [
     "engine",
     "api",
     "actors",
+    "commands",
     "cli",
 ]
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

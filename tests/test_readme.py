@@ -101,10 +101,11 @@ def check_shown(step: Step, printed: str) -> None:
 
 
 class Reader:
-    """Does what the README says. Its port 8000 is one that is free here."""
+    """Does what the README says. Its ports 8000 and 9000 are two that are free here."""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self.server, self.folder = server, folder
+        self.grpc_port = server.status()["grpc_url"].rpartition(":")[2]
 
     def do(self, step: Step) -> None:
         if step.language == "python":
@@ -112,7 +113,7 @@ class Reader:
         return handler(step.text)(self, step)
 
     def here(self, text: str) -> str:
-        return text.replace(":8000", f":{self.server.port}")
+        return text.replace(":8000", f":{self.server.port}").replace(":9000", f":{self.grpc_port}")
 
     def run(self, step: Step, command: list[str]) -> None:
         path = os.pathsep.join([str(BIN), os.environ["PATH"]])
@@ -175,6 +176,7 @@ HANDLERS: dict[str, Callable[[Reader, Step], None]] = {
     "source .venv/bin/activate": Reader.readable,
     "raymoe keys": Reader.shell,
     "raymoe serve": Reader.serve_own,
+    "raymoe chat": Reader.shell,
     "raymoe status": Reader.shell,
     "raymoe down": Reader.shell,
 }
@@ -198,7 +200,9 @@ def server(tmp_path: Path, embedded_folder: Path) -> Iterator[Server]:
             "scripts/setup has not run here, so scripts/serve would install packages; use scripts/test"
         )
     port = free_port("127.0.0.1")
-    server = Server(tmp_path, [str(ROOT / "scripts/serve"), "--port", str(port)], port)
+    # With gRPC from the start: the README starts it a second time for that.
+    ports = ["--port", str(port), "--grpc-port", str(free_port("127.0.0.1"))]
+    server = Server(tmp_path, [str(ROOT / "scripts/serve"), *ports], port)
     family = []
     try:
         server.wait_ready(240)

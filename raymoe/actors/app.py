@@ -22,6 +22,7 @@ _OF_SERVE = {
     "port": "http_options.port",
     "tls_cert": "http_options.ssl_certfile",
     "tls_key": "http_options.ssl_keyfile",
+    "grpc_port": "grpc_options.port",
 }
 
 

@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.context import _get_global_client
 
 from raymoe.actors.expert_group import living_groups, remove_group
+from raymoe.actors.grpc_proxy import check_serves, grpc_options
 from raymoe.actors.link import find_controller
 from raymoe.actors.ports import check_answers
 from raymoe.actors.spec import NAMESPACE
@@ -88,8 +89,10 @@ def deploy(application: Application, server: ServerSettings) -> None:
         ClusterError: names what failed to start.
     """
     try:
-        serve.start(http_options=_http_options(server))
+        grpc = grpc_options(server)
+        serve.start(http_options=_http_options(server), grpc_options=grpc)
         _check_listening(server)
+        check_serves(grpc)
         serve.run(application, name=server.app, route_prefix="/", logging_config={"enable_access_log": False})
     except (RuntimeError, RayError, ValueError) as error:
         reason = _reason(server.app) or error

@@ -15,7 +15,7 @@ STOP_S = 60.0
 
 
 def status(app: str, address: str | None) -> dict[str, Any]:
-    """What runs: `running`, and then `url`, `pid`, `model`, `epoch`, `groups`, `routers`, `problems`.
+    """What runs: `running`, and then `url`, `grpc_url`, `pid`, `model`, `epoch`, `groups`, `routers`, `problems`.
 
     `address` asks a Ray cluster; None asks the server that was started on this machine.
 
@@ -35,7 +35,8 @@ def status(app: str, address: str | None) -> dict[str, Any]:
     if here is not None:
         found |= {
             "running": True,
-            "url": f"{here.scheme}://{here.host}:{here.port}",
+            "url": here.url,
+            "grpc_url": here.grpc_url,
             "pid": here.pid,
             "model": here.model,
             "up_s": round(time.time() - here.started),
@@ -80,9 +81,8 @@ def as_text(found: dict[str, Any]) -> str:
     """A status for people."""
     if not found["running"]:
         return f"{found['app']} is not running"
-    lines = [
-        f"{found['app']}: {found.get('model')} on {found.get('url', 'the cluster')}, layout {found['epoch']}"
-    ]
+    where = " and ".join(filter(None, (found.get("url", "the cluster"), found.get("grpc_url"))))
+    lines = [f"{found['app']}: {found.get('model')} on {where}, layout {found['epoch']}"]
     for group in found["groups"]:
         stats = group["stats"]
         lines.append(

@@ -56,6 +56,7 @@ def running(spec: Spec, address: str | None, token: str, say: Say) -> Iterator[s
             model=spec.model_name,
             logs=ray.logs,
             tls_cert=server.tls_cert,
+            grpc_port=server.grpc_port,
             token=token,
         )
         record.write()

@@ -37,6 +37,7 @@ class ServerRecord:
     model: str
     logs: str
     tls_cert: str | None = None
+    grpc_port: int | None = None
     token: str = field(default="", repr=False)
     started: float = field(default_factory=time.time)
 
@@ -48,8 +49,19 @@ class ServerRecord:
     @property
     def url(self) -> str:
         """Where clients on this machine reach the server."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
-        return f"{self.scheme}://{host}:{self.port}"
+        return f"{self.scheme}://{self._local_host}:{self.port}"
+
+    @property
+    def grpc_url(self) -> str | None:
+        """The same for gRPC, None without it."""
+        if self.grpc_port is None:
+            return None
+        return f"{'grpcs' if self.tls_cert else 'grpc'}://{self._local_host}:{self.grpc_port}"
+
+    @property
+    def _local_host(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
 
     @property
     def alive(self) -> bool:

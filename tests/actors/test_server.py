@@ -13,12 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import psutil
 import pytest
 import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from raymoe.actors.ports import free_port
+from raymoe.client import Client
+from raymoe.errors import ContextLengthError, DeadlineError, ModelNotFoundError, TooLargeError
 from tests.server_process import RAYMOE, ROOT, Server, left_over, raymoe
 from tests.tiny import tiny_checkpoint
 
@@ -31,7 +36,8 @@ PROMPTS = [[n, n + 1, n + 2, 7] for n in range(10, 90, 10)]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served")
     model = tiny_checkpoint("qwen3_moe", folder / "tiny-qwen3")
-    server = Server.serve(folder, model, "--routers", "2", "--groups", "2")
+    grpc_port = str(free_port("127.0.0.1"))
+    server = Server.serve(folder, model, "--routers", "2", "--groups", "2", "--grpc-port", grpc_port)
     yield server
     family = server.family()
     assert server.stop() == 130, server.log.read_text()
@@ -94,21 +100,78 @@ def test_refusals_come_in_the_envelope_and_the_next_request_works(server: Server
     assert server.complete(PROMPTS[0], 2).status_code == 200
 
 
-def test_client_that_leaves_stops_its_sequence(server: Server) -> None:
-    def pairs() -> int:
-        return sum(group["stats"]["pairs"] for group in server.status()["groups"])
+def pairs(server: Server) -> int:
+    """What all expert groups have computed so far."""
+    return sum(group["stats"]["pairs"] for group in server.status()["groups"])
 
-    before = pairs()
+
+def test_client_that_leaves_stops_its_sequence(server: Server) -> None:
+    before = pairs(server)
     body = {"prompt": PROMPTS[1], "max_tokens": 400, "temperature": 1.5, "stream": True, "seed": 3}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
         next(response.iter_lines())
     time.sleep(3)
-    settled = pairs()
+    settled = pairs(server)
     a_token = 3 * 2  # layers, experts of each
     assert settled - before < 200 * a_token, "it went on after its client had left"
     time.sleep(2)
     # Idle routers try their experts now and then, with two tokens.
-    assert pairs() - settled <= 2 * 2 * 2 * a_token
+    assert pairs(server) - settled <= 2 * 2 * 2 * a_token
+
+
+def test_grpc_has_the_answers_and_the_refusals_of_http(server: Server) -> None:
+    status, wanted = server.status(), texts(server, 20)
+    with Client(status["grpc_url"], timeout_s=60) as client:
+        answers = [client.generate(prompt, max_tokens=20, temperature=0) for prompt in PROMPTS]
+        assert [answer.text for answer in answers] == wanted
+        pieces = list(client.generate_stream(PROMPTS[0], max_tokens=20, temperature=0))
+        assert "".join(piece.text for piece in pieces) == wanted[0] and len(pieces) > 2
+        assert pieces[-1].usage == answers[0].usage
+        assert client.models() == [status["model"]]
+        layout = client.layout()
+        assert layout["epoch"] == status["epoch"]
+        assert [group["name"] for group in layout["groups"]] == [group["name"] for group in status["groups"]]
+        assert [len(layer["experts"]) for layer in layout["layers"]] == [8, 8, 8]
+        for prompt, options, kind in (
+            ([1], {"model": "other"}, ModelNotFoundError),
+            ([1] * 600, {}, ContextLengthError),
+            ("x" * (9 << 20), {}, TooLargeError),
+        ):
+            for ask in (client.generate, lambda *a, **k: list(client.generate_stream(*a, **k))):
+                with pytest.raises(kind):
+                    ask(prompt, **options)
+
+
+def test_grpc_tools_find_services_and_health(server: Server) -> None:
+    address = server.status()["grpc_url"].removeprefix("grpc://")
+    with grpc.insecure_channel(address) as channel:
+        found = ProtoReflectionDescriptorDatabase(channel)
+        service = "raymoe.v1.InferenceService"
+        assert {service, "grpc.health.v1.Health"} <= set(found.get_services())
+        assert found.FindFileContainingSymbol(service).name == "raymoe/v1/inference.proto"
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_grpc_client_that_leaves_or_has_no_time_left_stops_its_sequence(server: Server) -> None:
+    before = pairs(server)
+    with Client(server.status()["grpc_url"]) as client:
+        stream = client.generate_stream(PROMPTS[1], max_tokens=400, seed=3, ignore_eos=True)
+        next(stream)
+        stream.close()
+        for ask in (client.generate, lambda *a, **k: list(client.generate_stream(*a, **k))):
+            with pytest.raises(DeadlineError):
+                ask(PROMPTS[1], n=20, max_tokens=400, ignore_eos=True, timeout_s=0.3)
+    a_token = 3 * 2
+
+    def still() -> bool:
+        now = pairs(server)
+        time.sleep(1)
+        return pairs(server) - now <= 2 * 2 * 2 * a_token
+
+    eventually(still)
+    # The stream alone would come to 400 tokens, and the others to 8000 each.
+    assert pairs(server) - before < 8000 * a_token
 
 
 def test_group_killed_under_load_is_replaced_and_the_texts_are_right(server: Server) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raymoe.api.envelope import error_body
 from raymoe.api.generation import Delta, Generation
 from raymoe.api.logprobs import (
     Scored,
@@ -16,6 +17,7 @@ from raymoe.api.logprobs import (
     mean_logprob,
     prompt_logprobs,
 )
+from raymoe.api.sse import DONE, frame
 from raymoe.engine.messages import FinishReason, TokenLogprob
 
 
@@ -47,6 +49,16 @@ class CompletionAnswer:
             "created": int(time.time()),
             "model": model,
         }
+
+    end = DONE
+
+    def frame(self, event: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return frame(event)
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """What is sent when the answer fails after its first chunk."""
+        return frame(error_body(error, request_id))
 
     async def whole(self, deltas: AsyncIterator[Delta]) -> dict[str, Any]:
         """The answer without streaming, from all deltas."""

@@ -16,11 +16,14 @@ from raymoe.api.envelope import error_response
 from raymoe.api.generation import Generation
 from raymoe.api.middleware import RequestMiddleware
 from raymoe.api.openapi import describe, page
-from raymoe.api.requests import ChatRequest, CompletionRequest, SamplingBody
+from raymoe.api.requests import ChatRequest, CompletionRequest
+from raymoe.api.responses import ResponsesAnswer
+from raymoe.api.responses_request import ResponsesRequest
 from raymoe.api.service import Service
 from raymoe.api.sse import EventStream
 from raymoe.api.streams import while_connected
 from raymoe.api.tokenizing import DetokenizeRequest, TokenizeRequest
+from raymoe.errors import RequestError
 
 
 def create_app(service: Service, cors_origins: Sequence[str] = ()) -> FastAPI:
@@ -37,13 +40,29 @@ def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Seque
         here = service()
         body = ChatRequest.parse(await read_object(request, here.limits))
         generation = await here.chat(body)
-        return await _answer(request, body, generation, ChatAnswer(here.model_name, generation))
+        answer = ChatAnswer(here.model_name, generation)
+        return await _answer(request, generation, answer, body.stream, body.include_usage)
 
     async def complete(request: Request) -> Response:
         here = service()
         body = CompletionRequest.parse(await read_object(request, here.limits))
         generation = await here.complete(body)
-        return await _answer(request, body, generation, CompletionAnswer(here.model_name, generation))
+        answer = CompletionAnswer(here.model_name, generation)
+        return await _answer(request, generation, answer, body.stream, body.include_usage)
+
+    async def respond(request: Request) -> Response:
+        here = service()
+        body = ResponsesRequest.parse(await read_object(request, here.limits))
+        try:
+            generation = await here.chat(body.to_chat())
+        except RequestError as error:
+            # What is called messages in there is called input here.
+            if error.param is not None and error.param.startswith("messages"):
+                error.param = "input"
+            raise
+        return await _answer(
+            request, generation, ResponsesAnswer(here.model_name, generation, body), body.stream
+        )
 
     async def tokenize(request: Request) -> Response:
         here = service()
@@ -87,6 +106,7 @@ def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Seque
     for path, endpoint, method in (
         ("/v1/chat/completions", chat, "POST"),
         ("/v1/completions", complete, "POST"),
+        ("/v1/responses", respond, "POST"),
         ("/v1/models", models, "GET"),
         ("/v1/models/{model_id:path}", model, "GET"),
         ("/tokenize", tokenize, "POST"),
@@ -109,19 +129,23 @@ def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Seque
 
 
 async def _answer(
-    request: Request, body: SamplingBody, generation: Generation, answer: CompletionAnswer
+    request: Request,
+    generation: Generation,
+    answer: CompletionAnswer | ResponsesAnswer,
+    stream: bool,
+    include_usage: bool = False,
 ) -> Response:
     deltas = generation.deltas()
     try:
-        if not body.stream:
+        if not stream:
             return JSONResponse(await while_connected(request.receive, answer.whole(deltas)))
         # The headers wait for the first token, so a failure before it keeps its own status.
         first = await while_connected(request.receive, anext(deltas))
     except BaseException:
         await deltas.aclose()
         raise
-    chunks = answer.chunks(first, deltas, body.include_usage)
-    return EventStream(chunks, deltas, request.scope["raymoe.request_id"])
+    chunks = answer.chunks(first, deltas, include_usage)
+    return EventStream(chunks, deltas, request.scope["raymoe.request_id"], answer)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from raymoe import __version__
 from raymoe.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, Neutral
 from raymoe.api.requests import ChatRequest, CompletionRequest
+from raymoe.api.responses_request import RESPONSES_NEUTRAL, ResponsesRequest
 from raymoe.api.tokenizing import TOKENIZE_NEUTRAL, DetokenizeRequest, TokenizeRequest
 
 _SCHEMAS = "#/components/schemas/"
@@ -33,6 +34,7 @@ class _Route(NamedTuple):
 ROUTES = (
     _Route("/v1/chat/completions", "Answer a chat.", ChatRequest, CHAT_NEUTRAL, True),
     _Route("/v1/completions", "Continue prompts.", CompletionRequest, COMPLETION_NEUTRAL, True),
+    _Route("/v1/responses", "Answer a response's input.", ResponsesRequest, RESPONSES_NEUTRAL, True),
     _Route("/v1/models", "The served model."),
     _Route("/v1/models/{model_id}", "The same, by its id."),
     _Route("/tokenize", "Token ids of a prompt or a chat.", TokenizeRequest, TOKENIZE_NEUTRAL),

@@ -123,6 +123,13 @@ class SamplingBody(_Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+def check_labels(value: dict[str, str]) -> dict[str, str]:
+    """OpenAI's limits for `metadata`; raises ValueError."""
+    if any(len(key) > 64 or len(label) > 512 for key, label in value.items()):
+        raise ValueError("a key has at most 64 characters, and a value at most 512")
+    return value
+
+
 def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
@@ -203,9 +210,7 @@ class ChatRequest(SamplingBody):
     @field_validator("metadata")
     @classmethod
     def _labels(cls, value: dict[str, str]) -> dict[str, str]:
-        if any(len(key) > 64 or len(label) > 512 for key, label in value.items()):
-            raise ValueError("a key has at most 64 characters, and a value at most 512")
-        return value
+        return check_labels(value)
 
     @field_validator("top_logprobs")
     @classmethod

@@ -25,6 +25,7 @@ PATHS = (
     "/v1/completions",
     "/v1/models",
     "/v1/models/{id}",
+    "/v1/responses",
     "/version",
     "other",
 )

@@ -7,19 +7,25 @@ from typing import Any
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from raymoe.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from raymoe.api.requests import ChatRequest, CompletionRequest
+from raymoe.api.responses_request import RESPONSES_NEUTRAL, ResponsesRequest
 from raymoe.errors import RequestError
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 COMPLETION: dict[str, Any] = {"prompt": "x"}
 
 
-def schema_fields(params: Any) -> set[str]:
+RESPONSE: dict[str, Any] = {"input": "x"}
+
+
+def schema_fields(params: Any, kind: str = "Completion") -> set[str]:
+    """Every field that OpenAI's own client knows today."""
     fields: set[str] = set()
     for name in ("Base", "Streaming", "NonStreaming"):
-        fields |= set(getattr(params, f"CompletionCreateParams{name}").__annotations__)
+        fields |= set(getattr(params, f"{kind}CreateParams{name}").__annotations__)
     return fields
 
 
@@ -27,6 +33,13 @@ ENDPOINTS = [
     pytest.param(ChatRequest, CHAT, CHAT_NEUTRAL, schema_fields(chat_params), id="chat"),
     pytest.param(
         CompletionRequest, COMPLETION, COMPLETION_NEUTRAL, schema_fields(completion_params), id="completions"
+    ),
+    pytest.param(
+        ResponsesRequest,
+        RESPONSE,
+        RESPONSES_NEUTRAL,
+        schema_fields(response_params, "Response"),
+        id="responses",
     ),
 ]
 

@@ -209,7 +209,8 @@ def server(tmp_path: Path, embedded_folder: Path) -> Iterator[Server]:
         family = server.family()
         yield server
     finally:
-        assert server.stop() == 130, server.log.read_text()
+        # The README ends it with `raymoe down`, which is 0; 130 is Ctrl-C, after a step that failed.
+        assert server.stop() in {0, 130}, server.log.read_text()
         assert left_over(family) == []
 
 

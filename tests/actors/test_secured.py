@@ -8,12 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from raymoe.actors.ports import free_port
 from raymoe.actors.tls import trust
 from raymoe.api.keys import new_key
+from raymoe.client import Client
+from raymoe.errors import NoAnswerError
+from raymoe.v1 import inference_pb2 as v1
+from tests.api.grpc_server import method
 from tests.certificate import make_certificate
 from tests.server_process import RAYMOE, Server, left_over
 from tests.tiny import tiny_checkpoint
@@ -37,6 +42,7 @@ class Secured:
             "server.keys_file": "keys",
             "server.tls_cert": "cert.pem",
             "server.tls_key": "key.pem",
+            "server.grpc_port": free_port("127.0.0.1"),
             "router.max_sequences": 1,
             "router.max_waiting": 1,
         }
@@ -91,6 +97,25 @@ def test_a_key_is_needed_and_ends_when_its_line_is_taken_out(secured: Secured) -
     assert secured.complete("alice").status_code == 200
     secured.write_keys("alice", "bob")
     assert secured.complete("bob").status_code == 200
+
+
+def test_grpc_has_the_same_certificate_and_keys(secured: Secured) -> None:
+    url = secured.server.status()["grpc_url"]
+    assert url.startswith("grpcs://")
+    address = url.removeprefix("grpcs://")
+    credentials = grpc.ssl_channel_credentials(secured.cert.read_bytes())
+    named = [("grpc.ssl_target_name_override", "raymoe.example.org")]
+    with grpc.secure_channel(address, credentials, named) as channel:
+        models = method(channel, "ListModels")
+        key = [("authorization", f"Bearer {secured.keys['alice'][0]}")]
+        assert len(models(v1.ListModelsRequest(), metadata=key, timeout=60).data) == 1
+        with pytest.raises(grpc.RpcError) as caught:
+            models(v1.ListModelsRequest(), timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    for other in (f"grpc://{address}", url):
+        # Without TLS; and with it, but the certificate is another name's.
+        with Client(other, ca_file=str(secured.cert), timeout_s=60) as client, pytest.raises(NoAnswerError):
+            client.models()
 
 
 @pytest.mark.parametrize("stream", [False, True])

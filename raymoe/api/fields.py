@@ -26,7 +26,6 @@ CHAT_NEUTRAL: Neutral = {
     "prompt_cache_options": ({},),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none", "auto"),

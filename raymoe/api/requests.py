@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, field_validator
 
 from raymoe.api.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, parse_fields
+from raymoe.api.grammars import ResponseFormat, grammar_of
 from raymoe.api.logprobs import MAX_TOP
 from raymoe.api.messages import Message
+from raymoe.errors import RequestError
 
 MAX_CHOICES = 128
 MAX_STOPS = 4
@@ -62,6 +64,13 @@ class SamplingBody(_Body):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP)
     """Ask for the log probabilities of the prompt's tokens, and of so many of the likeliest beside each."""
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    """A JSON schema. This and the next three are vLLM's, for what the text must fit; see `api/grammars.py`."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, min_length=1)
+    guided_grammar: str | None = None
+    """In Lark's notation."""
     user: str | None = None
     """A label of the client's own; it changes nothing."""
 
@@ -106,6 +115,15 @@ class SamplingBody(_Body):
         if value is not None and info.data.get("stream"):
             raise ValueError("not accepted with stream: true")
         return value
+
+    def grammar(self) -> str | None:
+        """What the text must fit, in llguidance's form; raises RequestError if that can't be done."""
+        grammar = grammar_of(
+            self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar
+        )
+        if grammar is not None and self.min_tokens:
+            raise RequestError("min_tokens can't be kept where a grammar may end the text", "min_tokens")
+        return grammar
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -246,6 +246,7 @@ class Service:
             best, logprobs = (count, request.n), logprobs or 0
         # Internal ids are our own: two clients may well send the same X-Request-Id.
         request_id = uuid.uuid4().hex
+        grammar = request.grammar()
         for prompt in prompts:
             for sampling in sampling_params(request, self._vocab_size, self._eos_ids, prompt.budget, count):
                 sequence = GenerateRequest(
@@ -257,6 +258,7 @@ class Service:
                     deadline_s=self.limits.request_timeout_s,
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
+                    grammar=grammar,
                 )
                 context_ids = tuple(prompt.ids[-_CONTEXT_IDS:]) if prompt.continues else ()
                 choices.append(Choice(sequence, context_ids, prompt.echo))

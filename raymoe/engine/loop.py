@@ -24,6 +24,7 @@ from raymoe.errors import (
     VocabularyError,
 )
 from raymoe.model.forward import Outcome, Part, forward, forward_available, new_cache
+from raymoe.model.grammar import Grammars
 from raymoe.model.sampler import sample
 from raymoe.policy.layout import Layout
 
@@ -74,9 +75,10 @@ class Engine:
         *,
         replace_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model, self._experts, self._clock = model, experts, clock
-        self._replace_timeout_s = replace_timeout_s
+        self._replace_timeout_s, self._grammars = replace_timeout_s, grammars
         config = model.config.get_text_config()
         self._vocab_size, self._max_context = config.vocab_size, config.max_position_embeddings
         self._scheduler = Scheduler(limits)
@@ -125,7 +127,12 @@ class Engine:
         known = (*request.prompt_ids, *request.generated_ids, *biased, *request.sampling.late_ids)
         if min(known) < 0 or max(known) >= self._vocab_size:
             raise VocabularyError(f"a token id lies outside 0..{self._vocab_size - 1}", "prompt")
-        sequence = Sequence(request, self._clock(), new_cache(self._model))
+        grammar = None
+        if request.grammar is not None:
+            if self._grammars is None:
+                raise RequestError("this engine follows no grammars", "grammar")
+            grammar = self._grammars.start(request.grammar, request.stop_token_ids, request.generated_ids)
+        sequence = Sequence(request, self._clock(), new_cache(self._model), grammar)
         if sequence.final_length > self._max_context:
             raise ContextLengthError(
                 f"{sequence.prompt_length} prompt tokens and {request.max_tokens} new ones exceed the model's"
@@ -240,17 +247,16 @@ class Engine:
                 events.append(self._end(sequence, GenerateChunk((), "length")))
                 continue
             self._stats["generated_tokens"] += 1
-            if token in sequence.request.stop_token_ids:
+            if not sequence.take(token):
                 events.append(self._end(sequence, GenerateChunk((), "stop")))
                 continue
-            sequence.tokens.append(token)
             logprobs = found.get(row, ())
             if sequence.generated >= sequence.request.max_tokens:
                 events.append(self._end(sequence, GenerateChunk((token,), "length", logprobs)))
             else:
                 events.append(Event(sequence.id, GenerateChunk((token,), None, logprobs)))
         unusable = [chunk.sequence for chunk in chunks if chunk.sequence.unusable]
-        return events + [self._end(one, EngineError("the model's logits are not finite")) for one in unusable]
+        return events + [self._end(one, one.failure) for one in unusable]
 
     def _end(self, sequence: Sequence, what: GenerateChunk | RaymoeError) -> Event:
         del self._sequences[sequence.id]

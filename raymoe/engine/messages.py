@@ -48,6 +48,8 @@ class GenerateRequest:
     `prompt_logprobs` for the same of the prompt's tokens, of which `prompt_scored` are known from another router.
     Only then may `max_tokens` be 0.
 
+    `grammar`, in llguidance's form, is what the text must fit.
+
     `client` says whose request it is: the scheduler shares steps fairly among clients.
     """
 
@@ -62,6 +64,7 @@ class GenerateRequest:
     prompt_logprobs: int | None = None
     prompt_scored: int = 0
     client: str = ANONYMOUS
+    grammar: str | None = None
 
 
 class TokenLogprob(NamedTuple):

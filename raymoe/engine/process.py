@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from raymoe.model.attention import NAME as ATTENTION
 from raymoe.model.attention import can_pack
 from raymoe.model.cache import FIRST_CAPACITY
 from raymoe.model.context import run_experts
+from raymoe.model.grammar import Grammars
 from raymoe.model.invariant_check import check_can_be_invariant, make_invariant
 from raymoe.policy.layout import GroupPlace, Layout
 
@@ -212,7 +214,13 @@ class Process:
                 f"router.kv_bytes = {config.kv_bytes} holds {limits.kv_tokens} tokens of {size.per_token} bytes;"
                 f" set it to at least {least * size.per_token}"
             )
-        self._engine = Engine(self._model, self._experts, limits, replace_timeout_s=config.replace_timeout_s)
+        self._engine = Engine(
+            self._model,
+            self._experts,
+            limits,
+            replace_timeout_s=config.replace_timeout_s,
+            grammars=Grammars(Path(config.checkpoint), self._model.config.get_text_config().vocab_size),
+        )
         self._channel.send(
             kind="ready", kv_tokens=limits.kv_tokens - limits.fixed_tokens, kv_bytes_per_token=size.per_token
         )

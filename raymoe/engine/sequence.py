@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from raymoe.engine.messages import GenerateRequest
-from raymoe.errors import ExpertUnavailableError
+from raymoe.errors import EngineError, ExpertUnavailableError, RaymoeError
 from raymoe.model.adjust import Adjustment
 from raymoe.model.cache import SequenceCache
+from raymoe.model.grammar import Grammar
 from raymoe.model.own_cache import OwnCache
 from raymoe.model.sampler import Draw
 
@@ -19,6 +23,7 @@ class Sequence:
         "_adjustment",
         "arrived_s",
         "cache",
+        "grammar",
         "missing",
         "parked",
         "prompt_length",
@@ -30,9 +35,15 @@ class Sequence:
     )
 
     def __init__(
-        self, request: GenerateRequest, arrived_s: float, cache: SequenceCache | OwnCache | None = None
+        self,
+        request: GenerateRequest,
+        arrived_s: float,
+        cache: SequenceCache | OwnCache | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request = request
+        self.grammar = grammar
+        """Stands behind the generated tokens."""
         self.arrived_s = arrived_s
         self.tokens = [*request.prompt_ids, *request.generated_ids]
         self.prompt_length = len(request.prompt_ids)
@@ -94,7 +105,26 @@ class Sequence:
     def draw(self) -> Draw:
         """How its next token is chosen."""
         adjust = None if self._adjustment is None else partial(self._adjustment.apply, tokens=self.tokens)
+        if self.grammar is not None:
+            adjust = partial(_adjust_within, adjust, self.grammar)
         return Draw(self.request.sampling, len(self.tokens), adjust)
+
+    @property
+    def failure(self) -> RaymoeError:
+        """Why it is `unusable`."""
+        failure = None if self.grammar is None else self.grammar.failure
+        return failure or EngineError("the model's logits are not finite")
+
+    def take(self, token: int) -> bool:
+        """Go on with a token that was drawn for it; False if it ends the sequence instead."""
+        if token in self.request.stop_token_ids:
+            return False
+        if self.grammar is not None:
+            if self.grammar.ends_with(token):
+                return False
+            self.grammar.accept(token)
+        self.tokens.append(token)
+        return True
 
     @property
     def final_length(self) -> int:
@@ -105,3 +135,7 @@ class Sequence:
     def deadline_s(self) -> float:
         """When it must be done, on the engine's clock."""
         return self.arrived_s + self.request.deadline_s
+
+
+def _adjust_within(adjust: Callable[[Tensor], Tensor] | None, grammar: Grammar, logits_V: Tensor) -> Tensor:
+    return grammar.allow(logits_V if adjust is None else adjust(logits_V))

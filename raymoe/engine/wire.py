@@ -79,6 +79,7 @@ def request_to_wire(request: GenerateRequest) -> list[Any]:
         request.prompt_logprobs,
         request.prompt_scored,
         request.client,
+        request.grammar,
     ]
 
 

@@ -28,6 +28,7 @@ HTTP_ALONE = {
     "stream_options",  # a stream always ends with the usage
     "max_completion_tokens",  # max_tokens says it
     *("metadata", "prompt_cache_key", "safety_identifier"),  # labels that OpenAI's clients send
+    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # grammars
 }
 
 

@@ -20,6 +20,7 @@ from raymoe.errors import ExpertUnavailableError, RaymoeError
 from raymoe.model.attention import NAME, can_pack
 from raymoe.model.context import run_experts
 from raymoe.model.forward import new_cache
+from raymoe.model.grammar import Grammars
 from raymoe.model.own_cache import OwnCache
 from tests.tiny import EOS, PAD
 
@@ -114,6 +115,7 @@ def engine(folder: Path, clock: Clock | None = None, experts: Experts | None = N
         Limits(**values),
         replace_timeout_s=10,
         clock=clock or Clock(),
+        grammars=Grammars(folder, model.config.get_text_config().vocab_size),
     )
 
 

@@ -60,7 +60,7 @@ def test_requests_and_events_come_back_equal() -> None:
         "r", (1, 2), 5, SamplingParams(0.5, 0.9, 3, 2**63), (258,), 3.5, (9, 8), client="a"
     )
     assert request_from_wire(through(request_to_wire(request))) == request
-    request = GenerateRequest("r", (1, 2), 0, logprobs=0, prompt_logprobs=3, prompt_scored=1)
+    request = GenerateRequest("r", (1, 2), 0, logprobs=0, prompt_logprobs=3, prompt_scored=1, grammar="g")
     assert request_from_wire(through(request_to_wire(request))) == request
     scored = (TokenLogprob(-0.5, 1, ((7, -0.5), (8, float("-inf")))), TokenLogprob(-1.5, 2))
     for chunk in (

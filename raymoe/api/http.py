@@ -56,9 +56,7 @@ def add_routes(app: FastAPI, service: Callable[[], Service], cors_origins: Seque
         try:
             generation = await here.chat(body.to_chat())
         except RequestError as error:
-            # What is called messages in there is called input here.
-            if error.param is not None and error.param.startswith("messages"):
-                error.param = "input"
+            error.param = ResponsesRequest.own_name(error.param)
             raise
         return await _answer(
             request, generation, ResponsesAnswer(here.model_name, generation, body), body.stream

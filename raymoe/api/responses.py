@@ -140,7 +140,7 @@ class ResponsesAnswer:
             "service_tier": "default",
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.text.format.to_answer()},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": request.top_logprobs,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raymoe.api.fields import Neutral, parse_fields
 from raymoe.api.logprobs import MAX_TOP
 from raymoe.api.requests import ChatRequest, check_labels
-
-_TEXT_FORMAT = {"type": "text"}
 
 RESPONSES_NEUTRAL: Neutral = {
     "access_programs": (),
@@ -31,12 +29,6 @@ RESPONSES_NEUTRAL: Neutral = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "stream_options": ({}, {"include_obfuscation": False}),
-    "text": (
-        {},
-        {"format": _TEXT_FORMAT},
-        {"verbosity": "medium"},
-        {"format": _TEXT_FORMAT, "verbosity": "medium"},
-    ),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncation": ("disabled",),
@@ -45,6 +37,46 @@ RESPONSES_NEUTRAL: Neutral = {
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TextFormat(_Part):
+    """What the text must fit. All but the type belong to `json_schema`; there the text fits, `strict` or not."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, populate_by_name=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> TextFormat:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise ValueError("json_schema needs a name and a schema")
+        if (
+            self.type != "json_schema"
+            and (self.name, self.description, self.schema_, self.strict) != (None,) * 4
+        ):
+            raise ValueError("a name, a schema and what describes it belong to type json_schema")
+        return self
+
+    def to_chat(self) -> dict[str, Any]:
+        """As a chat's `response_format`."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.schema_}}
+
+    def to_answer(self) -> dict[str, Any]:
+        """As the response repeats it."""
+        return self.model_dump(by_alias=True, exclude_none=True)
+
+
+class TextOptions(_Part):
+    """What is asked of the text."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+    verbosity: Literal["medium"] | None = None
 
 
 class InputPart(_Part):
@@ -88,6 +120,7 @@ class ResponsesRequest(_Part):
     instructions: str | None = None
     """Stands in front of all turns, as the system's."""
     max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextOptions = Field(default_factory=TextOptions)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
@@ -118,6 +151,13 @@ class ResponsesRequest(_Part):
         """Validate a body; raises RequestError with the field's path."""
         return parse_fields(cls, body, RESPONSES_NEUTRAL)
 
+    @staticmethod
+    def own_name(param: str | None) -> str | None:
+        """What a field of the chat is called here."""
+        names = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
+        first = (param or "").partition(".")[0].partition("[")[0]
+        return names.get(first, param)
+
     def to_chat(self) -> ChatRequest:
         """The chat that answers it."""
         turns = [turn.to_chat() for turn in self.input]
@@ -132,6 +172,7 @@ class ResponsesRequest(_Part):
                 "top_p": self.top_p,
                 "logprobs": bool(self.include or self.top_logprobs),
                 "top_logprobs": self.top_logprobs,
+                "response_format": self.text.format.to_chat(),
                 "stream": self.stream,
             }
         )

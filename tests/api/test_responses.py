@@ -128,7 +128,14 @@ def test_a_stream_has_every_event_once_and_in_order(said: str) -> None:
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {"type": "text", "name": "n"}}}, "text.format"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "q"}}}},
+            "text",
+        ),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x" * CONTEXT}, "input"),
         ({"input": [{"role": "assistant", "content": "x"}]}, "input"),
@@ -140,6 +147,23 @@ def test_what_is_wrong_is_named(body: Any, param: str, stream: bool) -> None:
     response = post(make_service(backend), PATH, {**body, "stream": stream})
     assert (response.status_code, error_of(response)["param"]) == (400, param)
     assert backend.requests == []
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "name": "n", "schema": {"const": "q"}, "strict": True},
+    ],
+)
+def test_a_format_becomes_a_grammar_and_is_repeated(form: Any) -> None:
+    backend = ScriptedBackend()
+    answer = post(make_service(backend), PATH, {"input": "x", "text": {"format": form}}).json()
+    assert answer["text"] == {"format": form}
+    grammar = backend.requests[0].grammar
+    assert (grammar is None) == (form["type"] == "text")
+    assert form["type"] != "json_schema" or '"q"' in str(grammar)
 
 
 def test_a_failure_in_the_middle_is_told_twice_and_ends_the_stream() -> None:

@@ -81,7 +81,7 @@ for _name, _method in METHODS.items():
 
 
 def add_to_server(servicer: Any, server: Any) -> None:
-    """Add all methods to a gRPC server. This is the function that Serve's `grpc_servicer_functions` names."""
+    """Add all methods to a gRPC server."""
     for service in SERVICES:
         handlers = {
             name: (

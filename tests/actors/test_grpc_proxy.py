@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import grpc
 import pytest
 from ray.serve._private import default_impl, grpc_util
+from ray.serve._private.proxy_request_response import gRPCStreamingType
 from ray.serve.config import gRPCOptions
 
 from raymoe.actors import grpc_proxy
-from raymoe.actors.grpc_proxy import GrpcOptions, check_serves, grpc_options
-from raymoe.api.grpc_methods import add_to_server
+from raymoe.actors.grpc_proxy import GrpcOptions, add_to_server, check_serves, grpc_options, read_ahead
+from raymoe.api.grpc_methods import METHODS
 from raymoe.config import ServerSettings
 from raymoe.errors import ClusterError
 from tests.certificate import make_certificate
@@ -103,6 +108,99 @@ def test_a_serve_that_runs_without_it_is_refused(monkeypatch: pytest.MonkeyPatch
         grpc_proxy, "_running_options", lambda: gRPCOptions(port=9000, grpc_servicer_functions=ours)
     )
     check_serves(wanted)
+
+
+def proxied(handler: Any) -> grpc.aio.Server:
+    """A gRPC server whose stream `/test/Stream` has this handler, read ahead."""
+    server = grpc.aio.server()
+    handlers = {"Stream": grpc.unary_stream_rpc_method_handler(read_ahead(handler))}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    return server
+
+
+async def called(handler: Any, client: Callable[[Any], Awaitable[None]]) -> None:
+    """Have the client call that stream."""
+    server = proxied(handler)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await client(channel.unary_stream("/test/Stream")(b""))
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["while it waits", "while a message is being sent"])
+def test_a_client_that_leaves_cancels_the_handler_where_it_waits(size: int) -> None:
+    cancelled = asyncio.Event()
+
+    async def handler(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        peer = context.peer()
+        yield b"x" * size
+        yield b"x" * size
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            # The call is gone by now; Serve's handler still looks at its context.
+            assert context.peer() == peer
+            context.set_code(grpc.StatusCode.CANCELLED)
+            cancelled.set()
+            raise
+
+    async def client(call: Any) -> None:
+        # Large messages fill the window: the server is sending the second one when the client leaves.
+        assert len(await call.read()) == size
+        call.cancel()
+        await cancelled.wait()
+
+    asyncio.run(called(handler, client))
+
+
+def test_a_stream_ends_as_its_handler_does() -> None:
+    async def handler(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"1"
+        context.set_code(grpc.StatusCode.NOT_FOUND)
+        context.set_details("gone")
+        yield b"2"
+
+    async def broken(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"1"
+        raise KeyError("x")
+
+    async def client(call: Any) -> None:
+        assert [await call.read(), await call.read()] == [b"1", b"2"]
+        assert (await call.code(), await call.details()) == (grpc.StatusCode.NOT_FOUND, "gone")
+
+    async def other(call: Any) -> None:
+        assert await call.read() == b"1"
+        assert await call.code() is grpc.StatusCode.UNKNOWN
+
+    asyncio.run(called(handler, client))
+    asyncio.run(called(broken, other))
+
+
+def test_only_streams_are_read_ahead_and_others_services_stay_as_they_are() -> None:
+    class ServeServer:
+        def __init__(self) -> None:
+            self.service_handler_factory = self.plain
+            self.added: dict[str, Any] = {}
+
+        def plain(self, service_method: str, streaming_type: gRPCStreamingType) -> str:
+            return "plain"
+
+        def add_generic_rpc_handlers(self, handlers: Any) -> None:
+            for name, handler in handlers[0]._method_handlers.items():
+                kind = (
+                    gRPCStreamingType.UNARY_STREAM
+                    if handler.response_streaming
+                    else gRPCStreamingType.UNARY_UNARY
+                )
+                self.added[name] = self.service_handler_factory(service_method=name, streaming_type=kind)
+
+    server = ServeServer()
+    add_to_server(Mock(), server)
+    assert {name.split("/")[2] for name, handler in server.added.items() if handler != "plain"} == {
+        name for name, method in METHODS.items() if method.streams
+    }
+    assert server.service_handler_factory == server.plain
 
 
 def test_what_the_proxy_imports_is_light() -> None:

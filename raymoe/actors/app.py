@@ -57,7 +57,8 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
 
     Args:
         progress: called as (stage, done, total) while the embedded default is built.
-        available: bytes of memory; by default what this machine has. Zero or less skips the check.
+        available: bytes of memory; by default what this machine and its control group have left. Zero or less
+            skips the check.
 
     Raises:
         CheckpointError: the folder is missing or broken; NotMoeError if it is no Mixture-of-Experts model.
@@ -65,12 +66,12 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
         ConfigError: more expert groups than experts, a model that can't be deterministic, or something is wrong
             with the files of API keys or of TLS.
     """
-    import psutil
     import torch
 
     from raymoe.api.keys import KeyRing
+    from raymoe.checkpoint.available import available_bytes
     from raymoe.checkpoint.folder import Checkpoint
-    from raymoe.checkpoint.memory import check_memory, needed_bytes
+    from raymoe.checkpoint.memory import check_memory
     from raymoe.checkpoint.moe import describe
     from raymoe.checkpoint.resolve import resolve
     from raymoe.model.invariant_check import check_can_be_invariant
@@ -94,12 +95,9 @@ def prepare(settings: Settings, progress: Progress | None = None, available: int
     for layer in model.layers:
         even_slices(layer.experts, settings.groups.count)
     if available is None:
-        available = psutil.virtual_memory().available
+        available = available_bytes()
     if available > 0:
-        groups, router = settings.groups, settings.router
-        check_memory(
-            needed_bytes(model, groups.count, router.kv_bytes, groups.lane_bytes, router.replicas), available
-        )
+        check_memory(model, settings, available)
     name = settings.model.name or path.name
     settings = settings.model_copy(
         update={"model": settings.model.model_copy(update={"path": str(path), "name": name})}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raymoe.checkpoint.memory import give_back
 from raymoe.checkpoint.slices import ExpertLoader
 from raymoe.errors import StaleLayoutError
 from raymoe.experts.kernels import Weights, kernel_for
@@ -68,6 +69,9 @@ class ExpertGroup:
                 slot = next(n for n in range(len(slots) + 1) if n not in slots)
                 slots[slot] = Slot(generations[slot], expert, weights)
             places.append((slot, slots[slot].generation))
+        del stacked
+        # The new layouts that the kernel made have left holes where the old ones were.
+        give_back()
         return places
 
     def free(self, layer: int, slot: int) -> None:

@@ -145,9 +145,9 @@ def by_raymoe_serve(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Appl
 
     monkeypatch.setattr(cluster.serve, "start", lambda **options: found.update(options))
     monkeypatch.setattr(cluster.serve, "run", lambda bound, **options: found.update(options, bound=bound))
-    monkeypatch.setattr(cluster, "_check_listening", lambda host, port: None)
+    monkeypatch.setattr(cluster, "_check_listening", lambda server: None)
     server = settings[0].server
-    cluster.deploy(application(prepare(settings[0])), server.app, server.host, server.port)
+    cluster.deploy(application(prepare(settings[0])), server)
     return found.pop("bound"), found
 
 
@@ -155,6 +155,7 @@ def by_raymoe_serve(config: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Appl
 def test_raymoe_serve_and_serve_run_make_the_same_application(
     file: Path, tiny_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raymoe.checkpoint.available.available_bytes", lambda: 1 << 40)
     schema = read(file)
     entry = copy.deepcopy(schema["applications"][0])
     entry["args"].setdefault("model", {})["path"] = str(tiny_folder("olmoe"))
@@ -166,7 +167,9 @@ def test_raymoe_serve_and_serve_run_make_the_same_application(
     theirs = call_user_app_builder_with_args_if_necessary(builder, entry["args"])
 
     assert described(ours, entry["name"]) == described(theirs, entry["name"])
-    assert options["http_options"] == schema["http_options"]
+    http = {key: value for key, value in options["http_options"].items() if value is not None}
+    assert http == schema["http_options"]
+    assert options["grpc_options"] is None
     assert (options["name"], options["route_prefix"]) == (entry["name"], entry["route_prefix"])
     assert LoggingConfig(**options["logging_config"]) == LoggingConfig(**entry["logging_config"])
 
@@ -174,7 +177,8 @@ def test_raymoe_serve_and_serve_run_make_the_same_application(
 def test_the_comparison_sees_a_setting_that_only_one_of_them_has(tiny_folder: Callable[[str], Path]) -> None:
     values = {"model": {"path": str(tiny_folder("olmoe"))}}
     one, same, other = (
-        application(prepare(Settings.build({**values, "router": {"replicas": n}}))) for n in (1, 1, 2)
+        application(prepare(Settings.build({**values, "router": {"replicas": n}}), available=0))
+        for n in (1, 1, 2)
     )
     assert described(one, "raymoe") == described(same, "raymoe")
     assert described(one, "raymoe") != described(other, "raymoe")

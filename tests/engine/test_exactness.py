@@ -163,7 +163,13 @@ def test_a_group_replaced_in_mid_request_changes_no_bit(tiny_folder: Folder, mod
 def test_two_routers_merged_in_one_group_change_no_bit(tiny_folder: Folder) -> None:
     folder = tiny_folder("olmoe")
     alone(folder)
-    with world(folder, seed=5, groups=2, chance=0) as here:
+    # Whether requests of both wait for a group at the same moment is chance: about every second time they do.
+    assert any(merged_beside_each_other(folder, seed) for seed in range(5, 25))
+
+
+def merged_beside_each_other(folder: Path, seed: int) -> bool:
+    """Two routers at once give the bits that each gives alone; whether a group merged requests of both."""
+    with world(folder, seed=seed, groups=2, chance=0) as here:
         engines = [new_engine(folder, here) for _ in range(2)]
         results: list[Answers] = []
 
@@ -179,7 +185,7 @@ def test_two_routers_merged_in_one_group_change_no_bit(tiny_folder: Folder) -> N
         assert len(results) == 2
         for engine, answers in zip(engines, results, strict=True):
             check(engine, answers, folder)
-        assert sum(server.stats()["merged"] for server in here.servers.values()) > 0
+        return any(server.stats()["merged"] for server in here.servers.values())
 
 
 @pytest.mark.parametrize("model_type", TINY_TYPES)

@@ -25,6 +25,10 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     n: int
     user: str
+    guided_json: str | dict[str, Any]
+    guided_regex: str
+    guided_choice: list[str]
+    guided_grammar: str
 
 
 class GenerateOptions(Sampling, total=False):

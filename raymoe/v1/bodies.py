@@ -7,6 +7,7 @@ ids as keys of an object text; a message whose only field is `value` stands for 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from raymoe.v1.inference_pb2 import Prompt, Sampling
 JSON_ONLY = frozenset({"object"})
 """What HTTP answers carry for the sake of OpenAI's clients, and no message has."""
 
+_SCHEMA = "guided_json"
+"""In a body this may be an object, in a message it is its text."""
 _SAMPLING = frozenset(Sampling.DESCRIPTOR.fields_by_name)
 
 
@@ -94,6 +97,8 @@ def _value(value: Any) -> Any:
 def _set(message: Message, field: FieldDescriptor, value: Any) -> None:
     if field.message_type is Prompt.DESCRIPTOR:
         value = _prompts(value)
+    if field.name == _SCHEMA and isinstance(value, dict):
+        value = json.dumps(value)
     place = getattr(message, field.name)
     if _is_map(field):
         entry = field.message_type.fields_by_name

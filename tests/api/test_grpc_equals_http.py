@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -28,7 +29,7 @@ HTTP_ALONE = {
     "stream_options",  # a stream always ends with the usage
     "max_completion_tokens",  # max_tokens says it
     *("metadata", "prompt_cache_key", "safety_identifier"),  # labels that OpenAI's clients send
-    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),  # grammars
+    "response_format",  # guided_json says it
 }
 
 
@@ -71,6 +72,36 @@ def test_an_answer_is_that_of_the_http_interface(name: str, body: dict[str, Any]
     pieces = [essence(body_of(piece)) for piece in ask(service, f"{name}Stream", request)]
     # Choices run side by side; each keeps its order.
     assert sorted(pieces, key=_choice) == sorted(chunks, key=_choice)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ["ab", "c"], "n": 2, "best_of": 3, "logprobs": 2},
+        {"prompt": [7, 8], "echo": True, "prompt_logprobs": 1, "max_tokens": 5},
+        {"prompt": "a", "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "typical_p": 0.9},
+        {"prompt": "a", "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5},
+        {"prompt": "a", "logit_bias": {"5": 1.5, "6": -2}, "stop": ["x", "y"], "stop_token_ids": [9]},
+        {"prompt": "a", "min_tokens": 3, "ignore_eos": True, "user": "u", "model": "m"},
+        {"prompt": "a", "guided_json": {"type": "integer"}},
+        {"prompt": "a", "guided_regex": "a+"},
+        {"prompt": "a", "guided_choice": ["a", "b"]},
+        {"prompt": "a", "guided_grammar": 'start: "a"'},
+    ],
+)
+def test_the_backend_gets_the_same_sequences(body: dict[str, Any]) -> None:
+    backend = ScriptedBackend("x")
+    service = make_service(backend)
+    body["seed"] = 5
+    response = post(service, "/v1/completions", body)
+    assert response.status_code == 200, response.text
+    over_http = [replace(sequence, request_id="") for sequence in backend.requests]
+    backend.requests.clear()
+    request = v1.GenerateRequest()
+    fill(request, body)
+    ask(service, "Generate", request)
+    assert [replace(sequence, request_id="") for sequence in backend.requests] == over_http
+    assert over_http
 
 
 def _choice(piece: dict[str, Any]) -> int:

@@ -64,6 +64,14 @@ def test_other_spellings_of_the_same() -> None:
     assert there_and_back(v1.GenerateRequest, {"prompt": [1, 2]}) == {"prompt": [[1, 2]]}
 
 
+def test_a_json_schema_is_its_text_in_a_message() -> None:
+    assert there_and_back(v1.ChatRequest, {"guided_json": {"type": "integer"}}) == {
+        "guided_json": '{"type": "integer"}'
+    }
+    with pytest.raises(RequestError):
+        fill(v1.ChatRequest(), {"model": {}})
+
+
 def test_bytes_are_numbers_in_a_body() -> None:
     body = {"choices": [{"logprobs": {"content": [TOKEN], "refusal": None}, "finish_reason": None}]}
     message = v1.ChatResponse()
